@@ -1,0 +1,57 @@
+"""A usage event as a row of `usage_event`, and back.
+
+Owns: the order of the columns and both conversions. Does not own: the table (`tables`) or the event (`usage_event`).
+Rows are made by attribute getters in C, because this runs once per event of the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+import orjson
+
+from billing.adapters.tables import UsageEventRow, table
+from billing.pricing import Charge
+from billing.usage_event import CLOSE_KINDS, OPEN_KINDS, Outcome, UsageClose, UsageEvent, UsageOpen
+
+# Column of a field whose name SQL reserves.
+_COLUMN_OF = {"user": "end_user"}
+# `price_version` of the row is the one it was rated by, so it is written with the rating.
+_OPEN_FIELDS = tuple(name for name in OPEN_KINDS if name != "price_version")
+_CLOSE_FIELDS = tuple(CLOSE_KINDS)
+_OWN_FIELDS = ("schema_version", "payload_hash")
+_RATING = ("extra", "price_version", "currency", "amount_pico", "posting_id")
+
+COLUMNS = tuple(_COLUMN_OF.get(name, name) for name in (*_OPEN_FIELDS, *_CLOSE_FIELDS, *_OWN_FIELDS)) + _RATING
+"""The columns of `usage_event` in the order of `to_row`."""
+
+_of_open = attrgetter(*_OPEN_FIELDS)
+_of_close = attrgetter(*_CLOSE_FIELDS)
+_of_event = attrgetter(*_OWN_FIELDS)
+_OPEN_COLUMNS = tuple(_COLUMN_OF.get(name, name) for name in OPEN_KINDS)
+
+# A field that the event gained and the table did not must fail here, at import, not lose data at run time.
+if set(COLUMNS) != set(table(UsageEventRow).columns.keys()):
+    raise ImportError(f"usage_event and UsageEvent differ: {set(COLUMNS) ^ set(table(UsageEventRow).columns.keys())}")
+
+
+def to_row(event: UsageEvent, charge: Charge, posting_id: str | None) -> tuple[Any, ...]:
+    """The values of `COLUMNS`."""
+    extra = orjson.dumps(dict(event.extra)).decode() if event.extra else None
+    rating = (extra, charge.price_version, charge.currency, charge.amount_pico, posting_id)
+    return _of_open(event.open) + _of_close(event.close) + _of_event(event) + rating
+
+
+def from_row(row: Mapping[str, Any]) -> UsageEvent:
+    """The event of a row that was read through `UsageEventRow` (so booleans are bool and amounts int).
+
+    Raises ValueError when the row holds an outcome that does not exist.
+    """
+    opened = UsageOpen(*(row[name] for name in _OPEN_COLUMNS))
+    values = {name: row[name] for name in _CLOSE_FIELDS}
+    values["outcome"] = Outcome(values["outcome"])
+    closed = UsageClose(event_id=opened.event_id, **values)
+    extra = orjson.loads(row["extra"]) if row["extra"] else {}
+    return UsageEvent(opened, closed, row["payload_hash"], row["amount_pico"], row["schema_version"], extra)

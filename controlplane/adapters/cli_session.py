@@ -1,0 +1,156 @@
+"""One run of an admin command: open the database, do one thing, print it, map a fault to an exit code.
+
+Owns: `Place`, `show` and `listing`, and the exit codes (0; 2 for bad input; 1 with one line on stderr for the rest).
+Does not own: commands and options (`cli`), or what a command does (`keys_sql`, `catalog_sql`).
+
+`--json` prints one object, or one object with `data` and `next_after` for a list, in the fields of the records.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from billing.adapters import sql
+from billing.errors import StoreError
+from controlplane.adapters.catalog_sql import CatalogStore
+from controlplane.adapters.key_secret import load_pepper
+from controlplane.adapters.keys_sql import KeyStore
+from controlplane.adapters.tenancy_records import NewKey, Page
+from controlplane.config import Settings
+from controlplane.errors import BadRequest, GatewayError
+
+# Fields that a table leaves out: of use to programs only.
+_HIDDEN = frozenset({"lineage_id", "rotated_from"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a command works and how it answers. None: as the settings say."""
+
+    database_url: str | None
+    data_dir: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """What a command works on."""
+
+    keys: KeyStore
+    catalog: CatalogStore
+
+
+def show(place: Place, work: Callable[[Stores], dict[str, Any]]) -> None:
+    """Run `work` and print the one record it gives."""
+    with _faults(), _stores(place) as stores:
+        record = work(stores)
+    if place.as_json:
+        typer.echo(json.dumps(record))
+        return
+    width = max(len(name) for name in record)
+    for name, value in record.items():
+        if name not in _HIDDEN:
+            typer.echo(f"{name:<{width}}  {_cell(name, value)}")
+    if record.get("secret"):
+        typer.echo("The secret is shown this once; keep it now.", err=True)
+
+
+def listing(place: Place, work: Callable[[Stores], Page[Any] | tuple[Any, ...]]) -> None:
+    """Run `work` and print the records it gives as a table."""
+    with _faults(), _stores(place) as stores:
+        found = work(stores)
+    page = found if isinstance(found, Page) else Page(found, None)
+    records = [asdict(item) for item in page.items]
+    if place.as_json:
+        typer.echo(json.dumps({"data": records, "next_after": page.next_after}))
+        return
+    if not records:
+        typer.echo("None.", err=True)
+        return
+    _table(records)
+    if page.next_after is not None:
+        typer.echo(f"More: --after {page.next_after}", err=True)
+
+
+def new_key(new: NewKey) -> dict[str, Any]:
+    """The record of a new key, its secret first."""
+    return {"secret": new.secret, **asdict(new.record)}
+
+
+@contextmanager
+def _stores(place: Place) -> Iterator[Stores]:
+    given = {"database_url": place.database_url, "data_dir": place.data_dir}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type] # each value has its field's type
+    engine = sql.engine(settings.sql_url)
+    announce = _announcer(settings)
+    try:
+        if sql.is_sqlite(engine):
+            sql.upgrade(engine)
+        else:
+            sql.require_current(engine)
+        keys = KeyStore(engine, load_pepper(settings), actor=f"cli:{_user()}", announce=announce)
+        yield Stores(keys, CatalogStore(keys.db))
+    finally:
+        engine.dispose()
+        if announce is not None:
+            announce.close()
+
+
+def _announcer(settings: Settings) -> Any:
+    if not settings.redis_url.get_secret_value():
+        return None  # an embedded Redis may run or not; the feed's interval is soon enough for a person
+    from controlplane.adapters.key_feed import RedisAnnouncer
+
+    return RedisAnnouncer(settings.redis_url)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"  # a container without an entry for its user id
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except BadRequest as fault:
+        typer.echo(fault.message, err=True)
+        sys.exit(2 if fault.status == 400 else 1)
+    except (GatewayError, StoreError) as fault:
+        typer.echo(str(fault), err=True)
+        sys.exit(1)
+
+
+def _table(records: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [name for name in records[0] if name not in _HIDDEN]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name.removesuffix("_s") if name.endswith("_at_s") else name, overflow="fold")
+    for record in records:
+        table.add_row(*(_cell(name, record[name]) for name in names))
+    console = Console()
+    # A pipe has no width: nothing may be folded there.
+    console.print(table, width=None if console.is_terminal else 10_000, markup=False, highlight=False)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_at_s"):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,209 @@
+"""The fleet of engines behind the request path: the router's choice, the engine's wire, and why it was chosen.
+
+Owns: joining `router` (which engine), `openai_wire` (the body as that engine must get it) and `engine_http` (sending
+it), and keeping explained decisions for a while. Does not own: the rules of any of them.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from billing.metering import Meter
+from controlplane.adapters import openai_wire
+from controlplane.adapters.engine_http import EngineCall, EngineClient
+from controlplane.ports import Answer, AttemptEnd, Call, Deadlines, ModelFacts, NoTarget, NoTargetReason, Target
+from controlplane.request import Operation
+from router.blocks import BlockHasher
+from router.endpoints import Endpoint, Finish
+from router.route import NoRoute, NoRouteReason, RouteDecision, Router, RouteRequest
+
+# Engines that accept `continuous_usage_stats` and `cache_salt` (read from their request schemas: vLLM 0.32 OpenAPI in
+# tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
+_CONTINUOUS_USAGE = frozenset({"vllm", "sglang", "sim"})
+_CACHE_SALT = frozenset({"vllm", "sim"})
+_PATHS: Mapping[Operation, bytes] = {Operation.CHAT: b"/v1/chat/completions", Operation.COMPLETION: b"/v1/completions"}
+
+
+class DecisionLog(Protocol):
+    """Where explained decisions are kept for a while."""
+
+    def put(self, request_id: str, org_id: str, record: Mapping[str, Any]) -> None: ...
+
+
+class ModelNames(Protocol):
+    """The operator's model aliases, as the key feed holds them now."""
+
+    def alias(self, name: str) -> ModelFacts | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetDeps:
+    """What the fleet stands on."""
+
+    router: Router
+    hasher: BlockHasher
+    client: EngineClient
+    names: ModelNames
+    decisions: DecisionLog
+    monotonic_s: Callable[[], float]
+    dice: Callable[[], float]
+    engine_key: Callable[[str], str | None]
+    """The secret in the environment variable that an endpoint names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """What is the same in every request to one endpoint."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    server_name: str | None
+    heads: Mapping[Operation, bytes]
+
+
+class EngineFleet:
+    """The `Fleet` port over the production router. Mutable: caches each endpoint's connection facts."""
+
+    def __init__(self, deps: FleetDeps, default_max_output_tokens: int) -> None:
+        self._d = deps
+        self._default_max_output_tokens = default_max_output_tokens
+        self._wires: dict[tuple[str, str], _Wire] = {}
+
+    def model(self, name: str) -> ModelFacts | None:
+        """What is known of a model name; None when no alias and no engine has it."""
+        alias = self._d.names.alias(name)
+        if alias is not None:
+            return alias if self._d.router.serves(alias.served) else None
+        return ModelFacts(name, self._default_max_output_tokens) if self._d.router.serves(name) else None
+
+    def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget:
+        """The engine for the next attempt; its load counts from here on."""
+        request = call.request
+        chain = self._d.hasher.chain(served, call.principal.cache_salt, request.prompt_parts)
+        wanted = RouteRequest(
+            model=served,
+            chain=chain,
+            input_tokens=request.estimated_input_tokens,
+            output_tokens=request.max_output_tokens or self._default_max_output_tokens,
+            exclude=exclude,
+        )
+        decision = self._d.router.route(wanted, self._d.monotonic_s(), self._d.dice)
+        if isinstance(decision, NoRoute):
+            known = decision.reason is not NoRouteReason.NO_SUCH_MODEL
+            reason = NoTargetReason.NO_ENGINE if known else NoTargetReason.NO_SUCH_MODEL
+            return NoTarget(reason, decision.retry_after_s)
+        return _target(decision, call.explain)
+
+    async def send(self, target: Target, call: Call, served: str, limits: Deadlines) -> Answer:
+        """Send the client's body, with our fields edited in place. Raises EngineError."""
+        decision = _decision(target)
+        endpoint = decision.endpoint
+        wire = self._wire(endpoint)
+        request = call.request
+        fields = openai_wire.OwnedFields(
+            model_served=served,
+            cache_salt=call.principal.cache_salt if endpoint.kind in _CACHE_SALT else None,
+            include_usage=request.wish.stream,
+            continuous_usage=request.wish.stream and endpoint.kind in _CONTINUOUS_USAGE,
+        )
+        body = openai_wire.apply_edits(request, fields)
+        length = sum(map(len, body))
+        head = b"%scontent-length: %d\r\nx-request-id: %s\r\n\r\n" % (
+            wire.heads[request.operation], length, call.request_id.encode(),
+        )  # fmt: skip
+        return await self._d.client.send(
+            EngineCall(
+                endpoint_id=endpoint.endpoint_id,
+                host=wire.host,
+                port=wire.port,
+                ssl=wire.tls,
+                server_name=wire.server_name,
+                head=head,
+                body=body,
+                connect_timeout_s=limits.connect_s,
+                first_byte_timeout_s=limits.first_byte_s,
+            )
+        )
+
+    def meter(self, target: Target, call: Call) -> Meter:
+        """A meter for the stream of this attempt."""
+        request = call.request
+        return Meter(
+            choices=request.choices,
+            keep_usage_chunk=request.wish.include_usage,
+            keep_continuous_usage=request.wish.continuous_usage,
+            now_s=self._d.monotonic_s(),
+        )
+
+    def first_token(self, target: Target) -> None:
+        """The engine's prefill of this attempt is done."""
+        self._d.router.first_token(_decision(target).ticket, self._d.monotonic_s())
+
+    def finished(self, target: Target, end: AttemptEnd) -> None:
+        """The attempt has ended: its load is released and the router learns."""
+        report = Finish(
+            outcome=end.ending,
+            cached_tokens=end.cached_tokens,
+            input_tokens=end.input_tokens,
+            output_tokens=end.output_tokens,
+            retry_after_s=end.retry_after_s,
+        )
+        self._d.router.finished(_decision(target).ticket, report, self._d.monotonic_s())
+
+    def explain(self, target: Target, call: Call) -> None:
+        """Keep the whole record of this choice for `/admin/v1/decisions/{request_id}`."""
+        self._d.decisions.put(call.request_id, call.principal.org_id, _decision(target).record())
+
+    def _wire(self, endpoint: Endpoint) -> _Wire:
+        key = (endpoint.endpoint_id, endpoint.incarnation)
+        wire = self._wires.get(key)
+        if wire is None:
+            wire = self._wires[key] = self._connect_facts(endpoint)
+        return wire
+
+    def _connect_facts(self, endpoint: Endpoint) -> _Wire:
+        parts = urlsplit(endpoint.url)
+        host = parts.hostname or "127.0.0.1"
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+        secret = self._d.engine_key(endpoint.api_key_env) if endpoint.api_key_env else None
+        authorization = b"authorization: Bearer %s\r\n" % secret.encode() if secret else b""
+        prefix = parts.path.rstrip("/").removesuffix("/v1").encode()
+        heads = {
+            operation: b"POST %s%s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%s"
+            % (prefix, path, parts.netloc.rpartition("@")[2].encode(), authorization)
+            for operation, path in _PATHS.items()
+        }
+        tls = openai_tls(endpoint) if secure else None
+        return _Wire(host, port, tls, endpoint.tls.server_name, heads)
+
+
+def openai_tls(endpoint: Endpoint) -> ssl.SSLContext:
+    """The TLS context of an https endpoint: its own CA where it names one, verification off only where it says so."""
+    ca = endpoint.tls.ca
+    context = ssl.create_default_context(cafile=ca)
+    if not endpoint.tls.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _decision(target: Target) -> RouteDecision:
+    assert isinstance(target.ticket, RouteDecision)
+    return target.ticket
+
+
+def _target(decision: RouteDecision, explain: bool) -> Target:
+    return Target(
+        endpoint_id=decision.endpoint.endpoint_id,
+        pool=decision.endpoint.pool,
+        incarnation=decision.endpoint.incarnation,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        summary=decision.summary() if explain else "",
+        ticket=decision,
+    )

@@ -1,0 +1,28 @@
+"""The faults of the performance model.
+
+    PerfModelError
+    +-- ConfigError        a setting or a data file cannot be used (also: an unknown device or model name)
+    +-- RequestError       a request handed to the simulated engine is malformed (a fault of the caller, never of load)
+    +-- BlockPoolError     the block pool was asked for what its invariants forbid (a bug in this package)
+
+Expected outcomes (the queue is full, the request can never fit) are values of `scheduler.SubmitOutcome`, not
+exceptions.
+"""
+
+from __future__ import annotations
+
+
+class PerfModelError(Exception):
+    """Root of this package's faults."""
+
+
+class ConfigError(PerfModelError):
+    """A setting or a data file cannot be used. The message names the field, the value and what was expected."""
+
+
+class RequestError(PerfModelError):
+    """A request is malformed. The message names the request, the field and what was expected."""
+
+
+class BlockPoolError(PerfModelError):
+    """An invariant of the block pool would break. Seeing this means a bug, never load."""

@@ -1,0 +1,234 @@
+"""What a request would cost on an endpoint, in seconds.
+
+Owns: the formula of every term except what depends on other endpoints (`route` adds that), the learning of an engine's
+speed from its traffic, and the value that explains a candidate. Does not own: load counting (`endpoints`), what is
+cached (`prefix_index`), or the choice (`route`).
+
+Everything is in seconds, so that warmth and load trade at their real rate on each engine's own hardware: waiting
+behind a warm engine's queue is better than a cold idle one exactly while it takes less time. The terms:
+
+    queue      prefills ahead of it, decode steps mixed into its own prefill, and waiting for KV room
+    prefill    overhead + uncached tokens, with attention's growth over the context
+    decode     its expected output at that engine's step time with those running
+    hop        one network round trip
+    slowdown   what its prefill and decode cost those that run there, summed over them
+    eviction   the later recomputation of KV that it pushes out
+    spread     for a new session: the work placed there beyond its share (`route.Router`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+from typing import NamedTuple
+
+from router.endpoints import EngineSpeed, Load
+
+TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "spread")
+"""The order of `Candidate.terms_s`."""
+
+# Tokens of prefill in one mixed step: vLLM's default max_num_batched_tokens for online serving on smaller GPUs. It
+# only sets how many decode steps a prefill drags along (2,048 tokens at 10,000 tokens/s: one per 0.2 s).
+CHUNK_TOKENS = 2048
+
+# Speed of an engine of which nothing is known yet and whose pool has no known one. 10,000 tokens/s and 20 ms are the
+# order of a 70B dense model on 8 x H100 (119k tokens in 11 s at 40 % MFU, router notes section 0); 30 ms is a vLLM
+# request's fixed cost.
+DEFAULT_SPEED = EngineSpeed(prefill_tok_per_s=10_000.0, prefill_overhead_s=0.030, decode_s_per_token=0.020)
+
+
+class Work(NamedTuple):
+    """What a request asks of an engine: its input, and the output that is expected (not the limit it names).
+
+    A tuple, because one is made for every request.
+    """
+
+    input_tokens: int
+    output_tokens: int
+
+
+def prefill_s(speed: EngineSpeed, new_tokens: int, cached_tokens: int) -> float:
+    """Seconds to prefill `new_tokens` after `cached_tokens` on an otherwise idle engine."""
+    attention_s = speed.prefill_s_per_token2 * new_tokens * (cached_tokens + new_tokens / 2)
+    return speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s + attention_s
+
+
+def price(
+    speed: EngineSpeed, load: Load, work: Work, cached_tokens: int, now_s: float
+) -> tuple[float, float, float, float]:
+    """Seconds of (queue, prefill, decode, slowdown) for this work on an engine in this state."""
+    new_tokens = work.input_tokens - cached_tokens
+    own_prefill_s = speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s
+    if speed.prefill_s_per_token2:
+        own_prefill_s = prefill_s(speed, new_tokens, cached_tokens)
+    if not load.kv_tokens:
+        return 0.0, own_prefill_s, work.output_tokens * speed.decode_s_per_token, 0.0
+    running = load.decoding_count
+    step_s = speed.decode_s_per_token + running * speed.decode_s_per_running
+    decode_s = work.output_tokens * step_s
+    queue_s = load.remaining_s(now_s)
+    slowdown_s = 0.0
+    if running:
+        queue_s += new_tokens / CHUNK_TOKENS * step_s
+        # Chunked prefill stretches every running request's steps for about as long as the prefill takes.
+        slowdown_s = running * (own_prefill_s + work.output_tokens * speed.decode_s_per_running)
+    capacity = speed.kv_capacity_tokens
+    if capacity is not None:
+        over_tokens = load.kv_tokens + work.input_tokens + work.output_tokens - capacity
+        if over_tokens > 0:
+            # The requests in flight free their KV over about one answer's time.
+            queue_s += decode_s * over_tokens / load.kv_tokens
+    return queue_s, own_prefill_s, decode_s, slowdown_s
+
+
+def eviction_s(speed: EngineSpeed, resident_tokens: float, new_tokens: int, reuse_ratio: float) -> float:
+    """Seconds of later prefill for the KV that `new_tokens` push out of a cache that holds `resident_tokens`, when
+    `reuse_ratio` of what is evicted would have been asked for again.
+    """
+    capacity = speed.kv_capacity_tokens
+    if capacity is None:
+        return 0.0
+    over_tokens = min(resident_tokens + new_tokens - capacity, new_tokens)
+    return reuse_ratio * over_tokens / speed.prefill_tok_per_s if over_tokens > 0 else 0.0
+
+
+def typical_speed(known: Iterable[EngineSpeed], default: EngineSpeed) -> EngineSpeed:
+    """The median speed of a pool, field by field, for its engines of which nothing is known; `default` for an empty
+    pool.
+    """
+    speeds = list(known)
+    if not speeds:
+        return default
+    return EngineSpeed(
+        prefill_tok_per_s=median(speed.prefill_tok_per_s for speed in speeds),
+        prefill_overhead_s=median(speed.prefill_overhead_s for speed in speeds),
+        decode_s_per_token=median(speed.decode_s_per_token for speed in speeds),
+        prefill_s_per_token2=median(speed.prefill_s_per_token2 for speed in speeds),
+        decode_s_per_running=median(speed.decode_s_per_running for speed in speeds),
+    )
+
+
+# Weight of a new sample once the first few are averaged: about ten samples to follow a change.
+_SAMPLE_WEIGHT = 0.2
+
+# A sample is pulled to within this factor of the estimate, so that one stall cannot move it far.
+_SAMPLE_CLAMP = 4.0
+
+# A prefill shorter than this says more of the fixed overhead than of the rate (256 tokens: 25 ms at 10,000 tokens/s).
+_RATE_MIN_TOKENS = 256
+
+# Fewer tokens than this do not measure a decode step (the first gaps hold scheduling noise).
+_DECODE_MIN_TOKENS = 8
+
+
+class Ewma:
+    """A robust moving average: the plain mean of the first samples, then exponential, each sample clamped to the
+    estimate.
+    """
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0
+
+    def add(self, sample: float) -> None:
+        """Take one sample (> 0)."""
+        if self.count == 0:
+            self.value = sample
+        else:
+            sample = min(max(sample, self.value / _SAMPLE_CLAMP), self.value * _SAMPLE_CLAMP)
+            self.value += max(_SAMPLE_WEIGHT, 1 / (self.count + 1)) * (sample - self.value)
+        self.count += 1
+
+
+class SpeedLearner:
+    """One engine's speed, learned from what its requests took."""
+
+    __slots__ = ("_decode_s", "_overhead_s", "_prior", "_token_s")
+
+    def __init__(self, prior: EngineSpeed) -> None:
+        self._prior = prior
+        self._token_s = Ewma()
+        self._overhead_s = Ewma()
+        self._decode_s = Ewma()
+
+    @property
+    def measured(self) -> bool:
+        """At least one sample of any kind was taken."""
+        return bool(self._token_s.count or self._decode_s.count or self._overhead_s.count)
+
+    def set_prior(self, prior: EngineSpeed) -> None:
+        """What to take for what is not measured yet."""
+        self._prior = prior
+
+    def prefilled(self, new_tokens: int, took_s: float) -> None:
+        """A prefill of `new_tokens`, alone in the queue, took this long."""
+        if took_s <= 0:
+            return
+        if new_tokens >= _RATE_MIN_TOKENS:
+            overhead_s = self._overhead_s.value if self._overhead_s.count else self._prior.prefill_overhead_s
+            self._token_s.add(max(took_s - overhead_s, took_s / 10) / new_tokens)
+        else:
+            token_s = self._token_s.value if self._token_s.count else 1 / self._prior.prefill_tok_per_s
+            self._overhead_s.add(max(took_s - new_tokens * token_s, took_s / 10))
+
+    def decoded(self, tokens: int, took_s: float) -> None:
+        """`tokens` after the first took this long."""
+        if tokens >= _DECODE_MIN_TOKENS and took_s > 0:
+            self._decode_s.add(took_s / tokens)
+
+    def speed(self) -> EngineSpeed:
+        """The speed as known now."""
+        prior = self._prior
+        return EngineSpeed(
+            prefill_tok_per_s=1 / self._token_s.value if self._token_s.count else prior.prefill_tok_per_s,
+            prefill_overhead_s=self._overhead_s.value if self._overhead_s.count else prior.prefill_overhead_s,
+            decode_s_per_token=self._decode_s.value if self._decode_s.count else prior.decode_s_per_token,
+            prefill_s_per_token2=prior.prefill_s_per_token2,
+            decode_s_per_running=prior.decode_s_per_running,
+        )
+
+
+class Unfit(StrEnum):
+    """Why an endpoint could not be picked at all."""
+
+    DRAINING = "draining"
+    EXCLUDED = "excluded"
+    BROKEN = "broken"
+    BUSY = "busy"
+    ROLE = "role"
+    """It only does prefills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One endpoint in one decision. `terms_s` (in the order of TERMS) and `cached_tokens` are None where it was
+    unfit.
+    """
+
+    endpoint_id: str
+    unfit: Unfit | None
+    cached_tokens: int | None
+    terms_s: tuple[float, ...] | None
+    lost_by: str
+    """Empty for the pick; `tie`, the term that cost it most against the pick, or why it was unfit."""
+
+    @property
+    def total_s(self) -> float | None:
+        """The sum of the terms."""
+        return None if self.terms_s is None else sum(self.terms_s)
+
+    def record(self) -> dict[str, object]:
+        """A JSON-able form; times in seconds."""
+        terms = None if self.terms_s is None else dict(zip((f"{name}_s" for name in TERMS), self.terms_s, strict=True))
+        return {
+            "endpoint_id": self.endpoint_id,
+            "unfit": self.unfit,
+            "cached_tokens": self.cached_tokens,
+            "total_s": self.total_s,
+            "terms": terms,
+            "lost_by": self.lost_by or None,
+        }

@@ -1,0 +1,593 @@
+"""The choice of an endpoint for each request, and everything that is learned from how it went.
+
+Owns: `Router`, its requests and answers. Does not own: any I/O, clock or dice (arguments), the price of a candidate
+(`cost`), or retries (the caller asks again with the failed endpoint in `exclude`).
+
+A request goes to the feasible endpoint with the fewest predicted seconds; endpoints within `tie_s` are equal and one is
+drawn. The load is counted and the prefix is stored at the pick, before anything is sent, so that the next pick sees
+both; `finished` releases the load on every ending and corrects the beliefs by what the engine reported.
+
+New sessions. Agent steps come one after another, so at most picks nothing is in flight and a shared system prompt would
+draw every session to one engine. A request that continues no earlier prompt is a new session: it is charged, on each
+engine, the seconds of sessions placed there beyond the mean of the candidates, where that is more than chance (two
+standard deviations) explains. That pays for copying a hot prefix to another engine once, and moves no session that
+exists.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import exp, inf, sqrt
+
+from router.blocks import BlockLadder, Chain
+from router.cost import (
+    DEFAULT_SPEED,
+    Ewma,
+    SpeedLearner,
+    Unfit,
+    Work,
+    eviction_s,
+    price,
+    typical_speed,
+)
+from router.decision import EndpointStatus, NoRoute, NoRouteReason, RouteDecision, RouteRequest, Row
+from router.endpoints import (
+    Breaker,
+    Ending,
+    Endpoint,
+    EngineSpeed,
+    Finish,
+    HopTable,
+    Load,
+    LoadNews,
+    Ticket,
+)
+from router.prefix_index import DEFAULT_MAX_BYTES, Holdings, PathNews, PrefixIndex, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The settings of a router, each with its reason."""
+
+    ladder: BlockLadder = field(default_factory=BlockLadder.graded)
+    """Where the blocks of the chains end; the hasher's ladder."""
+    index_max_bytes: int = DEFAULT_MAX_BYTES
+    hops: HopTable = field(default_factory=HopTable)
+    default_speed: EngineSpeed = DEFAULT_SPEED
+    tie_s: float = 0.001
+    """Endpoints this close are equal: predictions are not better than a millisecond."""
+    slowdown_ratio: float = 1.0
+    """Weight of a second that others lose; 1 minimises the sum of everybody's seconds."""
+    kv_reuse_ratio: float = 0.25
+    """Share of evicted KV that would have been asked for again. An assumption: the oldest KV is the least likely to
+    return.
+    """
+    spread_horizon_s: float = 600.0
+    """How long a placed session weighs: the 5 to 10 minutes in which most sessions come back (router notes, section
+    0).
+    """
+    default_output_tokens: int = 256
+    """Expected output of a model that has answered nothing yet; afterwards its own mean."""
+    share: bool = False
+    """Keep news for sibling processes (`take_news`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one process tells its siblings: loads as totals, and what happened to prefixes since the last news."""
+
+    loads: tuple[LoadNews, ...] = ()
+    paths: tuple[PathNews, ...] = ()
+    withdrawn: tuple[tuple[str, int, int], ...] = ()
+    """(endpoint id, last block, its stamp in us) of stores that came to nothing."""
+    lost: tuple[tuple[str, int], ...] = ()
+    """(endpoint id, us): everything last used up to then is gone."""
+
+
+# Bytes of prompt JSON per token of an endpoint that has reported none yet: English text and code with common
+# tokenizers.
+_BYTES_PER_TOKEN = 4.0
+
+# Weight of one report in the token ratios and in an endpoint's trust: about five reports to follow a change.
+_REPORT_WEIGHT = 0.2
+
+# An engine that reports under this share of the cached tokens we predicted has lost the prefix: less is block rounding.
+_LOST_RATIO = 0.5
+
+# A held prefix under this is not checked: engines cache in blocks of up to some hundred tokens, and little is at stake.
+_CHECK_MIN_BYTES = 2_048
+
+# An engine is never trusted less than this, so that it can win trust back.
+_TRUST_MIN_RATIO = 0.05
+
+# A queue up to this share of the time to first token still leaves a usable sample of the prefill.
+_CLEAN_QUEUE_RATIO = 0.25
+
+# Stores, withdrawals and losses kept for siblings between two rounds of news (2 ms): beyond, the oldest are dropped.
+_NEWS_MAX_COUNT = 4_096
+
+# Total of an endpoint that cannot be picked.
+_NEVER_S = inf
+
+# The decay of placed sessions is applied in steps of this share of the horizon.
+_DECAY_STEP_RATIO = 0.125
+
+
+class _Site:
+    """One endpoint incarnation with all that is known of it."""
+
+    __slots__ = (
+        "breaker",
+        "bytes_per_token",
+        "closed",
+        "endpoint",
+        "holdings",
+        "hop_s",
+        "learner",
+        "load",
+        "placed_s",
+        "speed",
+        "trust_ratio", )  # fmt: skip
+
+    def __init__(self, endpoint: Endpoint, holdings: Holdings, speed: EngineSpeed, hop_s: float) -> None:
+        self.holdings = holdings
+        self.load = Load()
+        self.breaker = Breaker()
+        self.learner = SpeedLearner(speed)
+        self.describe(endpoint, hop_s)
+        self.placed_s = 0.0
+        """Seconds of new sessions placed here, decaying over the horizon."""
+        self.bytes_per_token = _BYTES_PER_TOKEN
+        self.trust_ratio = 1.0
+        """Cached tokens reported over predicted, moving: how far the index is right about this engine."""
+
+    def unfit(self, exclude: frozenset[str], now_s: float) -> Unfit | None:
+        """Why it cannot be picked now; None: it can."""
+        if self.closed is not None:
+            return self.closed
+        if exclude and self.endpoint.endpoint_id in exclude:
+            return Unfit.EXCLUDED
+        if self.breaker.admits(now_s):
+            return None
+        return Unfit.BROKEN if self.breaker.opened else Unfit.BUSY
+
+    def describe(self, endpoint: Endpoint, hop_s: float) -> None:
+        """Take over what the endpoints list says of it."""
+        self.endpoint = endpoint
+        self.hop_s = hop_s
+        self.speed = endpoint.speed or self.learner.speed()
+        self.closed = Unfit.DRAINING if endpoint.drain else Unfit.ROLE if endpoint.role == "prefill" else None
+
+    def capacity_bytes(self) -> int | None:
+        """The prompt bytes that fit its KV cache; None: unknown."""
+        capacity = self.speed.kv_capacity_tokens
+        return None if capacity is None else int(capacity * self.bytes_per_token)
+
+
+class _ModelFacts:
+    """What answers have taught about one model: how many tokens prompts really have, and how long answers are."""
+
+    __slots__ = ("input_ratio", "output_tokens")
+
+    def __init__(self) -> None:
+        self.input_ratio = 1.0
+        self.output_tokens = Ewma()
+
+    def learn(self, ticket: Ticket, finish: Finish) -> None:
+        if finish.input_tokens and ticket.asked_tokens:
+            ratio = min(max(finish.input_tokens / ticket.asked_tokens, 0.1), 10.0)
+            self.input_ratio += _REPORT_WEIGHT * (ratio - self.input_ratio)
+        if finish.outcome is Ending.COMPLETED and finish.output_tokens:
+            self.output_tokens.add(finish.output_tokens)
+
+
+class Router:
+    """Chooses endpoints. Not thread-safe: one per event loop. `now_s` is one monotonic clock, the same in sibling
+    processes.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._index = PrefixIndex(config.ladder, config.index_max_bytes)
+        self._sites: dict[str, _Site] = {}
+        self._groups: dict[str, tuple[_Site, ...]] = {}
+        self._models: dict[str, _ModelFacts] = {}
+        self._in_flight: dict[int, _Site] = {}
+        self._ticket_count = 0
+        self._service_s = Ewma()
+        self._decayed_s = 0.0
+        self._dirty: set[str] = set()
+        self._paths: deque[PathNews] = deque(maxlen=_NEWS_MAX_COUNT)
+        self._withdrawn: deque[tuple[str, int, int]] = deque(maxlen=_NEWS_MAX_COUNT)
+        self._lost: deque[tuple[str, int]] = deque(maxlen=_NEWS_MAX_COUNT)
+
+    # --- endpoints ---------------------------------------------------------------------------------------------------
+
+    def set_endpoints(self, endpoints: Sequence[Endpoint], now_s: float) -> None:
+        """These are the endpoints from now on. One with the same id, url and incarnation keeps its load, breaker,
+        speed and prefixes; any other starts empty. Requests in flight on one that is gone still end through
+        `finished`.
+        """
+        sites: dict[str, _Site] = {}
+        for endpoint in endpoints:
+            old = self._sites.get(endpoint.endpoint_id)
+            same = old and (old.endpoint.url, old.endpoint.incarnation) == (endpoint.url, endpoint.incarnation)
+            if old is not None and same:
+                old.describe(endpoint, self._config.hops.hop_s(endpoint))
+                sites[endpoint.endpoint_id] = old
+                continue
+            self._index.forget(endpoint.endpoint_id)
+            holdings = self._index.holdings(endpoint.endpoint_id)
+            hop_s = self._config.hops.hop_s(endpoint)
+            sites[endpoint.endpoint_id] = _Site(endpoint, holdings, self._config.default_speed, hop_s)
+        for endpoint_id in self._sites.keys() - sites.keys():
+            self._index.forget(endpoint_id)
+        self._sites = sites
+        groups: dict[str, list[_Site]] = {}
+        for site in sites.values():
+            for model in site.endpoint.models:
+                groups.setdefault(model, []).append(site)
+        self._groups = {model: tuple(group) for model, group in groups.items()}
+        self._models = {model: self._models.get(model) or _ModelFacts() for model in groups}
+        self._guess_speeds()
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Every model that some endpoint serves, whether it can be picked now or not."""
+        return frozenset(self._groups)
+
+    def status(self, now_s: float) -> tuple[EndpointStatus, ...]:
+        """Every endpoint, for telemetry."""
+        return tuple(
+            EndpointStatus(
+                endpoint=site.endpoint,
+                breaker=site.breaker.state(now_s),
+                load=site.load.view(now_s),
+                speed=site.speed,
+                speed_known=site.endpoint.speed is not None or site.learner.measured,
+                held_blocks=len(site.holdings),
+                held_tokens=int(site.holdings.held_bytes / site.bytes_per_token),
+                trust_ratio=site.trust_ratio,
+            )
+            for site in self._sites.values()
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """Estimated memory of the prefix index."""
+        return self._index.size_bytes
+
+    def broken(self) -> tuple[Endpoint, ...]:
+        """Endpoints whose breaker is open: the ones a health probe should look at."""
+        return tuple(site.endpoint for site in self._sites.values() if site.breaker.opened)
+
+    def health(self, endpoint_id: str, healthy: bool, now_s: float) -> None:
+        """A health probe's answer for a broken endpoint. Touches nothing but the time of its next trial."""
+        site = self._sites.get(endpoint_id)
+        if site is not None:
+            site.breaker.health(healthy, now_s)
+
+    # --- the pick ----------------------------------------------------------------------------------------------------
+
+    def route(self, request: RouteRequest, now_s: float, dice: Callable[[], float]) -> RouteDecision | NoRoute:
+        """Pick an endpoint and count the load there. `dice()` is uniform in [0, 1). Every decision's ticket must end in
+        exactly one `finished`.
+        """
+        group = self._groups.get(request.model)
+        if group is None:
+            return NoRoute(NoRouteReason.NO_SUCH_MODEL, None)
+        facts = self._models[request.model]
+        learned = facts.output_tokens
+        expected = learned.value if learned.count else self._config.default_output_tokens
+        work = Work(
+            max(1, int(request.input_tokens * facts.input_ratio)), min(request.output_tokens, int(expected) + 1)
+        )
+        hashes = request.chain.hashes
+        rows: list[Row] = []
+        best_s = _NEVER_S
+        longest = 0
+        continues = False
+        for site in group:
+            unfit = site.unfit(request.exclude, now_s)
+            if unfit is not None:
+                rows.append((site.endpoint, unfit, 0, (), _NEVER_S))
+                continue
+            held = site.holdings.held_blocks(hashes)
+            cached = 0
+            if held:
+                cached = self._cached_tokens(site, held, work, request.chain)
+                if held > longest:
+                    longest = held
+                    continues = site.holdings.last_use_us(hashes[held - 1]) is not None
+            terms = self._terms(site, work, cached, now_s)
+            total_s = sum(terms)
+            rows.append((site.endpoint, None, cached, terms, total_s))
+            if total_s < best_s:  # noqa: PLR1730 - min() would cost 60 ns per endpoint on the hot path
+                best_s = total_s
+        if best_s == _NEVER_S:
+            return self._no_route(group, rows, now_s)
+        if not continues and len(rows) > 1:
+            best_s = self._spread(group, rows, best_s, now_s)
+        chosen = self._draw(group, rows, best_s, dice)
+        return self._pick(request, work, group[chosen], (chosen, tuple(rows), not continues), now_s)
+
+    def _cached_tokens(self, site: _Site, held: int, work: Work, chain: Chain) -> int:
+        """Tokens that the engine should find cached: the held part of the prompt, as far as this engine's reports
+        bear out. At least one token is always computed.
+        """
+        share = self._config.ladder.ends_bytes[held - 1] / chain.total_bytes
+        return min(int(work.input_tokens * share * site.trust_ratio), work.input_tokens - 1)
+
+    def _terms(self, site: _Site, work: Work, cached: int, now_s: float) -> tuple[float, ...]:
+        speed = site.speed
+        queue_s, own_s, decode_s, slowdown_s = price(speed, site.load, work, cached, now_s)
+        evicted_s = 0.0
+        if speed.kv_capacity_tokens is not None:
+            resident = site.holdings.held_bytes / site.bytes_per_token
+            new_tokens = work.input_tokens - cached + work.output_tokens
+            evicted_s = eviction_s(speed, resident, new_tokens, self._config.kv_reuse_ratio)
+        return queue_s, own_s, decode_s, site.hop_s, slowdown_s * self._config.slowdown_ratio, evicted_s, 0.0
+
+    def _spread(self, group: tuple[_Site, ...], rows: list[Row], best_s: float, now_s: float) -> float:
+        """Charge a new session, in `rows`, the work placed beyond each engine's share (module docstring)."""
+        if now_s - self._decayed_s >= self._config.spread_horizon_s * _DECAY_STEP_RATIO:
+            self._decay(now_s)
+        fit = [index for index, row in enumerate(rows) if row[1] is None]
+        placed = [group[index].placed_s for index in fit]
+        mean_s = sum(placed) / len(placed)
+        allowed_s = mean_s + 2 * sqrt(mean_s * self._service_s.value)
+        if max(placed) <= allowed_s:
+            return best_s
+        over = [
+            (index, placed_s - allowed_s) for index, placed_s in zip(fit, placed, strict=True) if placed_s > allowed_s
+        ]
+        for index, over_s in over:
+            endpoint, unfit, cached, terms, total_s = rows[index]
+            rows[index] = (endpoint, unfit, cached, (*terms[:-1], over_s), total_s + over_s)
+        return min(row[4] for row in rows)
+
+    def _draw(self, group: tuple[_Site, ...], rows: list[Row], best_s: float, dice: Callable[[], float]) -> int:
+        """One of the cheapest: among ties the one with the least placed work, then by the dice."""
+        limit_s = best_s + self._config.tie_s
+        ties = [index for index, row in enumerate(rows) if row[4] <= limit_s]
+        if len(ties) == 1:
+            return ties[0]
+        least_s = min(group[index].placed_s for index in ties)
+        ties = [index for index in ties if group[index].placed_s <= least_s]
+        return ties[int(dice() * len(ties))]
+
+    def _pick(
+        self, request: RouteRequest, work: Work, site: _Site, made: tuple[int, tuple[Row, ...], bool], now_s: float
+    ) -> RouteDecision:
+        """Count the load, store the prefix, and hand out the decision."""
+        chosen, rows, new_session = made
+        _, _, cached, terms, _ = rows[chosen]
+        queue_s, own_s, decode_s, hop_s = terms[:4]
+        endpoint = site.endpoint
+        hashes = request.chain.hashes
+        stamp_us = int(now_s * 1e6)
+        self._ticket_count += 1
+        stored = self._index.store(endpoint.endpoint_id, hashes, stamp_us, site.capacity_bytes()) if hashes else None
+        ticket = Ticket(
+            ticket_id=self._ticket_count,
+            endpoint_id=endpoint.endpoint_id,
+            incarnation=endpoint.incarnation,
+            model=request.model,
+            prefill_s=own_s,
+            queue_s=queue_s,
+            kv_tokens=work.input_tokens + work.output_tokens,
+            input_tokens=work.input_tokens,
+            predicted_cached_tokens=cached,
+            held_ratio=self._checkable(site, request.chain, stored, now_s),
+            prompt_bytes=request.chain.total_bytes,
+            asked_tokens=request.input_tokens,
+            leaf=hashes[-1] if hashes else 0,
+            speculative=stored is not None and stored.held_blocks < len(hashes),
+            previous_use_us=stored.last_use_us if stored is not None else None,
+            stamp_us=stamp_us,
+            picked_s=now_s,
+            sent_s=now_s,
+            trial=site.breaker.picked(self._ticket_count),
+            streamed=request.streamed,
+        )
+        site.load.take(ticket)
+        self._in_flight[ticket.ticket_id] = site
+        self._service_s.add(own_s + decode_s)
+        if new_session:
+            site.placed_s += own_s + decode_s
+        if self._config.share:
+            self._dirty.add(endpoint.endpoint_id)
+            if stored is not None:
+                held = stored.held_blocks
+                base = hashes[held - 1] if held else 0
+                self._paths.append(PathNews(endpoint.endpoint_id, base, held, hashes[held:], stamp_us))
+        ttft_s = queue_s + own_s + hop_s
+        return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, rows)
+
+    def _checkable(self, site: _Site, chain: Chain, stored: Stored | None, now_s: float) -> float:
+        """Share of the prompt that the engine should find cached; 0 where its report would not show whether we were
+        right.
+        """
+        if stored is None or not stored.held_blocks:
+            return 0.0
+        held_bytes = self._config.ladder.ends_bytes[stored.held_blocks - 1]
+        if held_bytes < _CHECK_MIN_BYTES or not site.load.settled(stored.last_use_us, now_s):
+            return 0.0
+        return held_bytes / chain.total_bytes
+
+    def _decay(self, now_s: float) -> None:
+        """Let placed work fade, in steps, so that every endpoint's is of the same age."""
+        keep = exp((self._decayed_s - now_s) / self._config.spread_horizon_s)
+        self._decayed_s = now_s
+        for site in self._sites.values():
+            site.placed_s *= keep
+
+    def _no_route(self, group: tuple[_Site, ...], rows: list[Row], now_s: float) -> NoRoute:
+        reasons = [row[1] for row in rows if row[1] is not None]
+        waits = [
+            max(site.breaker.ready_s - now_s, self._config.default_speed.prefill_overhead_s)
+            for site, reason in zip(group, reasons, strict=True)
+            if reason in (Unfit.BUSY, Unfit.BROKEN)
+        ]
+        reason = NoRouteReason.ALL_DRAINING
+        if Unfit.BUSY in reasons:
+            reason = NoRouteReason.ALL_BUSY
+        elif Unfit.BROKEN in reasons:
+            reason = NoRouteReason.ALL_BROKEN
+        elif Unfit.EXCLUDED in reasons:
+            reason = NoRouteReason.EXCLUDED
+        elif Unfit.DRAINING not in reasons:
+            reason = NoRouteReason.NO_SUCH_MODEL
+        unfit = tuple((row[0].endpoint_id, why) for row, why in zip(rows, reasons, strict=True))
+        return NoRoute(reason, min(waits, default=None), unfit)
+
+    # --- what became of it -------------------------------------------------------------------------------------------
+
+    def sent(self, ticket: Ticket, now_s: float) -> None:
+        """The request's bytes are on their way. The time to first token is counted from here."""
+        ticket.sent_s = now_s
+
+    def first_token(self, ticket: Ticket, now_s: float) -> None:
+        """The first token came: the prefill is done, the request decodes."""
+        site = self._in_flight.get(ticket.ticket_id)
+        if site is None or ticket.first_token_s is not None:
+            return
+        ticket.first_token_s = now_s
+        site.load.start_decode(ticket, now_s)
+        site.breaker.first_token(ticket)
+        if self._config.share:
+            self._dirty.add(ticket.endpoint_id)
+
+    def finished(self, ticket: Ticket, report: Finish, now_s: float) -> bool:
+        """The attempt ended. Releases its load, whatever the ending; feeds the breaker; learns. False the second
+        time.
+        """
+        site = self._in_flight.pop(ticket.ticket_id, None)
+        if site is None:
+            return False
+        site.load.release(ticket, now_s)
+        if self._config.share:
+            self._dirty.add(ticket.endpoint_id)
+        opened = site.breaker.ended(ticket, report, now_s)
+        if self._sites.get(ticket.endpoint_id) is not site:
+            return True
+        if opened and report.outcome is Ending.UNREACHABLE:
+            # It died, and its KV with it. A restart too quick to be seen here shows in the first `cached_tokens`.
+            self._forget_idle(ticket.endpoint_id, int(now_s * 1e6))
+        elif ticket.first_token_s is None and ticket.speculative and report.outcome is not Ending.COMPLETED:
+            self._withdraw(ticket)
+        if report.outcome in (Ending.COMPLETED, Ending.CANCELLED):
+            self._learn(site, ticket, report, now_s)
+        return True
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """The prompt was never prefilled: what the pick stored is not there."""
+        self._index.withdraw(ticket.endpoint_id, ticket.leaf, ticket.stamp_us)
+        if self._config.share:
+            self._withdrawn.append((ticket.endpoint_id, ticket.leaf, ticket.stamp_us))
+
+    def _forget_idle(self, endpoint_id: str, since_us: int) -> None:
+        self._index.forget_idle(endpoint_id, since_us)
+        if self._config.share:
+            self._lost.append((endpoint_id, since_us))
+
+    def _learn(self, site: _Site, ticket: Ticket, report: Finish, now_s: float) -> None:
+        facts = self._models.get(ticket.model)
+        if facts is not None:
+            facts.learn(ticket, report)
+        if report.input_tokens:
+            if ticket.prompt_bytes:
+                ratio = min(max(ticket.prompt_bytes / report.input_tokens, 1.0), 64.0)
+                site.bytes_per_token += _REPORT_WEIGHT * (ratio - site.bytes_per_token)
+            if report.cached_tokens is not None and ticket.held_ratio:
+                self._check_cached(site, ticket, report.cached_tokens / report.input_tokens)
+        first_token_s = ticket.first_token_s
+        if site.endpoint.speed is None and first_token_s is not None and report.outcome is Ending.COMPLETED:
+            self._learn_speed(site, ticket, report, (first_token_s, now_s))
+
+    def _check_cached(self, site: _Site, ticket: Ticket, cached_ratio: float) -> None:
+        """Compare what the engine found cached with what was predicted (both as shares of the prompt).
+
+        An engine evicts in the order of last use. So when the prefix of a continued prompt is gone, everything that was
+        idle for longer is gone too; and an engine that keeps finding less than predicted is trusted less.
+        """
+        found = min(cached_ratio / ticket.held_ratio, 1.0)
+        site.trust_ratio = max(site.trust_ratio + _REPORT_WEIGHT * (found - site.trust_ratio), _TRUST_MIN_RATIO)
+        if found < _LOST_RATIO and ticket.previous_use_us is not None:
+            self._forget_idle(ticket.endpoint_id, ticket.previous_use_us)
+
+    def _learn_speed(self, site: _Site, ticket: Ticket, report: Finish, times_s: tuple[float, float]) -> None:
+        first_token_s, ended_s = times_s
+        tokens = report.input_tokens or ticket.input_tokens
+        cached = report.cached_tokens
+        if cached is None:
+            cached = ticket.predicted_cached_tokens
+        ttft_s = first_token_s - ticket.sent_s - site.hop_s
+        was_measured = site.learner.measured
+        if ticket.queue_s <= _CLEAN_QUEUE_RATIO * ttft_s:
+            site.learner.prefilled(max(1, tokens - cached), ttft_s - ticket.queue_s)
+        if report.output_tokens:
+            site.learner.decoded(report.output_tokens - 1, ended_s - first_token_s)
+        site.speed = site.learner.speed()
+        if not was_measured:
+            self._guess_speeds()
+
+    def _guess_speeds(self) -> None:
+        """An engine of which nothing is known is taken to be its pool's median."""
+        known: dict[str, list[EngineSpeed]] = {}
+        for site in self._sites.values():
+            if site.endpoint.speed is not None or site.learner.measured:
+                known.setdefault(site.endpoint.pool, []).append(site.speed)
+        for site in self._sites.values():
+            if site.endpoint.speed is None and not site.learner.measured:
+                site.learner.set_prior(typical_speed(known.get(site.endpoint.pool, ()), self._config.default_speed))
+                site.speed = site.learner.speed()
+
+    # --- siblings ----------------------------------------------------------------------------------------------------
+
+    def take_news(self, now_s: float, *, everything: bool = False) -> News:
+        """What siblings should hear: changes since the last call; with `everything` the load of every endpoint in
+        use.
+        """
+        names = [name for name, site in self._sites.items() if site.load.own] if everything else []
+        loads = tuple(
+            self._sites[name].load.news(name, now_s) for name in self._dirty.union(names) if name in self._sites
+        )
+        news = News(loads, tuple(self._paths), tuple(self._withdrawn), tuple(self._lost))
+        for queue in (self._dirty, self._paths, self._withdrawn, self._lost):
+            queue.clear()
+        return news
+
+    def hear(self, peer: str, news: News) -> list[tuple[str, int]]:
+        """Take over a sibling's news. Returns the paths (endpoint id, last block) whose beginning is not known here."""
+        for load in news.loads:
+            site = self._sites.get(load.endpoint_id)
+            if site is not None:
+                site.load.hear(peer, load)
+        for endpoint_id, since_us in news.lost:
+            if endpoint_id in self._sites:
+                self._index.forget_idle(endpoint_id, since_us)
+        missing: list[tuple[str, int]] = []
+        for path in news.paths:
+            site = self._sites.get(path.endpoint_id)
+            if site is not None and not self._index.learn(path, site.capacity_bytes()):
+                missing.append((path.endpoint_id, path.tail[-1] if path.tail else path.base))
+        for endpoint_id, leaf, stamp_us in news.withdrawn:
+            if endpoint_id in self._sites:
+                self._index.withdraw(endpoint_id, leaf, stamp_us)
+        return missing
+
+    def whole_path(self, endpoint_id: str, leaf: int) -> PathNews | None:
+        """The whole path to a block, for a sibling that lacks its beginning; None where it is not held."""
+        site = self._sites.get(endpoint_id)
+        last_use_us = site.holdings.last_use_us(leaf) if site is not None else None
+        if site is None or last_use_us is None:
+            return None
+        return PathNews(endpoint_id, 0, 0, site.holdings.path(leaf), last_use_us)
+
+    def forget_peer(self, peer: str) -> None:
+        """A sibling is gone or silent: its load no longer counts."""
+        for site in self._sites.values():
+            site.load.hear(peer, None)

@@ -1,0 +1,430 @@
+"""Overshoot 0, for any schedule: many processes, one store, late and lost messages, crashes, a store that loses its data.
+
+The fleet is simulated on one exact clock (microseconds). The property: over every interval of t seconds, admitted over
+all processes <= burst + amount * t / period, and never more requests in flight than a concurrency limit. Each property
+is shown to catch planted faults, so that it cannot pass for want of looking.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+
+from controlplane.leases import LEASE_LOCAL_NS, SLOT_LOCAL_NS, Batch, Lease, Leases, Plan
+from controlplane.rate_limit import (
+    RESTART_US,
+    SLOTS,
+    Admitted,
+    Ask,
+    Attempt,
+    Bucket,
+    Buckets,
+    Cost,
+    Refused,
+    Reply,
+    Ticket,
+)
+from controlplane.tenancy import Dimension, Limit
+
+# A process gives a call up after this long; the store may still execute it.
+DEADLINE_US = 250_000
+TICK_US = 50_000
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of a schedule: wait, then act."""
+
+    wait_us: int
+    process: int
+    action: str
+    size: int
+    there_us: int
+    back_us: int
+    lost: bool
+
+
+@dataclass
+class Running:
+    """One admitted request of a live process."""
+
+    ticket: Ticket
+    at_us: int
+    row: list[int]
+
+
+@dataclass
+class Process:
+    """One simulated gateway process."""
+
+    leases: Leases
+    number: int
+    alive: bool = True
+    reporting: bool = False
+    running: list[Running] = field(default_factory=list)
+    next_tick_us: int = 0
+
+
+class Fleet:
+    """N processes and a store on one clock; every admission is logged."""
+
+    def __init__(self, limits: tuple[Limit, ...], buckets: type[Buckets], leases: type[Leases]) -> None:
+        self.limits = limits
+        self._buckets_type, self._leases_type = buckets, leases
+        self.store = buckets()
+        self.now_us = 10_000_000
+        self._numbers = itertools.count()
+        self.processes = [self._process() for _ in range(3)]
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.log: list[list[int]] = []
+        """[time, requests, input tokens, output tokens], the larger of seen and kept while in flight."""
+        self.most_running = 0
+        self.refused = 0
+
+    def _process(self) -> Process:
+        number = next(self._numbers)
+        return Process(self._leases_type(f"p{number}"), number, next_tick_us=self.now_us)
+
+    def at(self, when_us: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_us, next(self._order), act))
+
+    def run_until(self, until_us: int) -> None:
+        while True:
+            ticks = [p.next_tick_us for p in self.processes]
+            when_us = min([until_us, *ticks, *(event[0] for event in self._events[:1])])
+            self.now_us = max(self.now_us, when_us)
+            if self._events and self._events[0][0] <= self.now_us:
+                heapq.heappop(self._events)[2]()
+            elif any(tick <= self.now_us for tick in ticks):
+                self._tick_all()
+            elif when_us >= until_us:
+                return
+
+    def _tick_all(self) -> None:
+        for process in self.processes:
+            if process.next_tick_us <= self.now_us:
+                process.next_tick_us = self.now_us + TICK_US
+                self.report(process, Op(0, 0, "tick", 0, 500, 500, False))
+
+    # ---- messages
+
+    def _call(self, attempt: Attempt, op: Op, answer: Callable[[Reply | None], None]) -> None:
+        """The request reaches the store after `there_us`, the reply the caller after `back_us`; each may be lost."""
+        sent_us = self.now_us
+        done: list[bool] = []
+
+        def finish(reply: Reply | None) -> None:
+            if not done:
+                done.append(True)
+                answer(reply)
+
+        def execute() -> None:
+            reply = self.store.attempt(attempt, self.now_us)
+            if not op.lost:
+                self.at(self.now_us + op.back_us, lambda: finish(reply))
+
+        self.at(sent_us + op.there_us, execute)
+        self.at(sent_us + DEADLINE_US, lambda: finish(None))
+
+    def request(self, process: Process, cost: Cost, op: Op) -> None:
+        decision = process.leases.try_spend(self.limits, cost, self.now_us * 1_000)
+        if decision is not None:
+            self._admit(process, decision)
+            return
+        plan = process.leases.plan(self.limits, cost, self.now_us * 1_000)
+        if isinstance(plan, Refused):
+            return
+        sent_ns = self.now_us * 1_000
+
+        def answer(reply: Reply | None) -> None:
+            if not process.alive:
+                return
+            if reply is None:
+                process.leases.abandon(plan)
+                return
+            decision = process.leases.merge(plan, reply, sent_ns, self.now_us * 1_000)
+            if isinstance(decision, Admitted):
+                self._admit(process, decision)
+            else:
+                self.refused += 1
+
+        self._call(plan.attempt, op, answer)
+
+    def _admit(self, process: Process, admitted: Admitted) -> None:
+        cost = admitted.ticket.cost
+        row = [self.now_us, cost.requests, cost.input_tokens, cost.output_tokens]
+        self.log.append(row)
+        process.running.append(Running(admitted.ticket, self.now_us, row))
+        self.most_running = max(self.most_running, sum(len(p.running) for p in self.processes))
+
+    def settle(self, process: Process, op: Op) -> None:
+        if not process.running:
+            return
+        run = process.running.pop(op.size % len(process.running))
+        kept = run.ticket.cost
+        used = Cost(kept.input_tokens * (op.size % 5) // 3, kept.output_tokens * (op.size % 7) // 5, op.size % 2)
+        process.leases.settle(run.ticket, used, self.now_us * 1_000)
+        counted = (used.requests, used.input_tokens, used.output_tokens)
+        run.row[1:] = [min(a, b) for a, b in zip(run.row[1:], counted, strict=True)]
+
+    def report(self, process: Process, op: Op) -> None:
+        if process.reporting or not process.alive:
+            return
+        process.leases.begin_round()
+        report = process.leases.report(self.now_us * 1_000)
+        if report is None:
+            return
+        process.reporting = True
+        sent_ns = self.now_us * 1_000
+
+        def answer(reply: Reply | None) -> None:
+            process.reporting = False
+            if not process.alive:
+                return
+            if reply is None:
+                process.leases.report_failed(report)
+            else:
+                process.leases.reported(report, reply, sent_ns)
+
+        self._call(report.attempt, op, answer)
+
+    def crash(self, process: Process) -> None:
+        process.alive = False
+        process.running.clear()
+        self.processes[self.processes.index(process)] = self._process()
+
+    def lose_store(self) -> None:
+        """A restart without its data; what is on its way is lost with the connections; every process notices now or
+        when its next call fails, here at once for all but their leases' spending until then."""
+        self._events = [event for event in self._events if event[2].__name__ != "execute"]
+        heapq.heapify(self._events)
+        self.store = self._buckets_type(self.now_us + RESTART_US)
+        for process in self.processes:
+            self.at(self.now_us + 300_000, process.leases.store_lost)
+
+
+def replay(
+    limits: tuple[Limit, ...], ops: list[Op], buckets: type[Buckets] = Buckets, leases: type[Leases] = Leases
+) -> Fleet:
+    """Run a schedule."""
+    fleet = Fleet(limits, buckets, leases)
+    for op in ops:
+        fleet.run_until(fleet.now_us + op.wait_us)
+        process = fleet.processes[op.process]
+        if op.action == "request":
+            fleet.request(process, Cost(op.size % 40, op.size % 23), op)
+        elif op.action == "burst":
+            for _ in range(op.size % 30):
+                fleet.request(process, Cost(op.size % 17, op.size % 9), op)
+        elif op.action == "report":
+            fleet.report(process, op)
+        elif op.action == "settle":
+            fleet.settle(process, op)
+        elif op.action == "settle_all":
+            while process.running:
+                fleet.settle(process, op)
+        elif op.action == "crash":
+            fleet.crash(process)
+        else:
+            fleet.lose_store()
+    fleet.run_until(fleet.now_us + 500_000)
+    return fleet
+
+
+def overshoot(fleet: Fleet) -> str:
+    """The first interval in which more was admitted than the bound; empty when there is none."""
+    for limit in fleet.limits:
+        if limit.dimension is Dimension.CONCURRENCY:
+            if fleet.most_running > limit.amount:
+                return f"{fleet.most_running} in flight, {limit}"
+            continue
+        column = {Dimension.REQUESTS: 1, Dimension.INPUT_TOKENS: 2, Dimension.OUTPUT_TOKENS: 3}[limit.dimension]
+        lowest = 0  # of (amount before the interval) * period - rate * start
+        total, scale = 0, limit.period_s * 1_000_000
+        first = True
+        for row in fleet.log:
+            before = total * scale - limit.amount * row[0]
+            lowest = before if first else min(lowest, before)
+            first = False
+            total += row[column]
+            over = total * scale - limit.amount * row[0] - lowest - limit.burst * scale
+            if over > 0:
+                return f"{over / scale} above the bound at {row[0]} us, {limit}"
+    return ""
+
+
+WAITS_US = [0, 1_000, 20_000, 60_000, 200_000, 450_000, 800_000, 1_000_000, 1_200_000, 5_000_000]
+DELAYS_US = [200, 2_000, 40_000, 120_000, 220_000, 900_000]
+ACTIONS = ["request", "burst", "burst", "report", "settle", "settle_all", "settle_all", "crash", "lose"]
+
+
+def limit_of(dimension: Dimension, amount: int, burst: int, period_s: int = 1) -> Limit:
+    return Limit(f"l-{dimension.value}", "org", "o", None, dimension, amount, period_s, burst)
+
+
+OPS = st.lists(
+    st.builds(
+        Op,
+        wait_us=st.sampled_from(WAITS_US),
+        process=st.integers(0, 2),
+        action=st.sampled_from(ACTIONS),
+        size=st.integers(1, 60),
+        there_us=st.sampled_from(DELAYS_US),
+        back_us=st.sampled_from(DELAYS_US[:-1]),
+        lost=st.sampled_from([False, False, False, True]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+LIMITS = st.sampled_from(
+    [
+        (limit_of(Dimension.REQUESTS, 3, 3, 60),),
+        (limit_of(Dimension.REQUESTS, 60, 60), limit_of(Dimension.CONCURRENCY, 50, 0)),
+        (limit_of(Dimension.INPUT_TOKENS, 500, 400), limit_of(Dimension.REQUESTS, 100, 80)),
+        (limit_of(Dimension.OUTPUT_TOKENS, 100, 300), limit_of(Dimension.CONCURRENCY, 5, 0)),
+        (limit_of(Dimension.INPUT_TOKENS, 6_000, 600, 60), limit_of(Dimension.OUTPUT_TOKENS, 7_001, 97, 60)),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits=LIMITS, ops=OPS)
+def test_no_interval_admits_more_than_the_bound(limits: tuple[Limit, ...], ops: list[Op]) -> None:
+    assert overshoot(replay(limits, ops)) == ""
+
+
+# ---- planted faults: the same property must find each
+
+
+class CapIgnoresLeases(Buckets):
+    """Refills to the burst although part of it is out on lease."""
+
+    def _cap(self, limit: Limit, bucket: Bucket) -> None:
+        held, bucket.leases = bucket.leases, {}
+        super()._cap(limit, bucket)
+        bucket.leases = held
+
+
+class CreditUncapped(Buckets):
+    """Pays every credit whole, also of tokens that a full bucket would have let go."""
+
+    def _credit(self, bucket: Bucket, generation: int, tokens: int) -> int:
+        return tokens
+
+
+class CreditToAnyPool(Buckets):
+    """Pays a credit out of what other requests may still give back."""
+
+    def _credit(self, bucket: Bucket, generation: int, tokens: int) -> int:
+        return super()._credit(bucket, bucket.pools[-1][0] if bucket.pools else 0, tokens)
+
+
+class PoolsAreNotCapped(Buckets):
+    """Lets what may come back pile up beside a full bucket."""
+
+    def _cap(self, limit: Limit, bucket: Bucket) -> None:
+        pools, bucket.pools = bucket.pools, []
+        super()._cap(limit, bucket)
+        bucket.pools = pools
+
+
+class ReportsApplyTwice(Buckets):
+    """Takes a report that was sent again for a new one."""
+
+    def _is_new(self, attempt: Attempt) -> bool:
+        return True
+
+
+class FullAfterLoss(Buckets):
+    """Starts with full buckets after the store lost its memory."""
+
+    def __init__(self, empty_until_us: int | None = None) -> None:
+        super().__init__(None)
+
+
+class LeaseEndsAllAtOnce(Buckets):
+    """Ends leases first and refills after: the refill of the past forgets that they held it back."""
+
+    def _advance(self, limit: Limit, bucket: Bucket, now_us: int) -> None:
+        for lease_id, lease in list(bucket.leases.items()):
+            if lease.ends_us <= now_us:
+                del bucket.leases[lease_id]
+        super()._advance(limit, bucket, now_us)
+
+
+class ExpiryFromTheReply(Leases):
+    """Counts a lease's local end from when the answer came, not from before the call was sent."""
+
+    def merge(self, plan: Plan, reply: Reply, sent_ns: int, now_ns: int) -> Admitted | Refused:
+        return super().merge(plan, reply, now_ns, now_ns)
+
+
+class ExpiryTooLate(Leases):
+    """Ends leases locally after the store does."""
+
+    def local_end_ns(self, lease: Lease, sent_ns: int) -> int:
+        return sent_ns + (SLOT_LOCAL_NS if lease.axis == SLOTS else LEASE_LOCAL_NS) * 2
+
+
+class LostCallsAreRefusals(Leases):
+    """Takes a call without an answer for one that granted nothing, and keeps the lease id."""
+
+    def abandon(self, plan: Plan) -> Refused:
+        ids = {part.lease: part.lease.id for part in plan.parts}
+        kept = {part.lease: (part.lease.left + part.taken, part.lease.valid_ns) for part in plan.parts}
+        refused = super().abandon(plan)
+        for lease, lease_id in ids.items():
+            lease.id, (lease.left, lease.valid_ns) = lease_id, kept[lease]
+        return refused
+
+
+class CreditWithoutPool(Leases):
+    """Gives back locally what was reported as spent already."""
+
+    @staticmethod
+    def _pay_back(lease: Lease, tokens: int, batch: Batch) -> None:
+        lease.left += tokens
+
+
+class SlotsForgottenOnRotation(Leases):
+    """Does not register running requests again under a new lease id."""
+
+    def _tell(self, lease: Lease, now_ns: int) -> Ask:
+        ask = super()._tell(lease, now_ns)
+        return Ask(**{name: getattr(ask, name) for name in ask.__slots__} | {"held": 0})
+
+
+FAULTS: list[tuple[type[Buckets], type[Leases]]] = [
+    (CapIgnoresLeases, Leases),
+    (CreditUncapped, Leases),
+    (CreditToAnyPool, Leases),
+    (PoolsAreNotCapped, Leases),
+    (FullAfterLoss, Leases),
+    (LeaseEndsAllAtOnce, Leases),
+    (Buckets, ExpiryFromTheReply),
+    (Buckets, ExpiryTooLate),
+    (Buckets, CreditWithoutPool),
+    (Buckets, SlotsForgottenOnRotation),
+]
+
+
+@pytest.mark.parametrize(("buckets", "leases"), FAULTS, ids=lambda kind: kind.__name__)
+def test_the_property_finds_a_planted_fault(buckets: type[Buckets], leases: type[Leases]) -> None:
+    def broken(case: tuple[Any, list[Op]]) -> bool:
+        return overshoot(replay(case[0], case[1], buckets, leases)) != ""
+
+    quick = settings(max_examples=20_000, deadline=None, database=None, phases=[Phase.generate],
+                     suppress_health_check=list(HealthCheck))  # fmt: skip
+    try:
+        find(st.tuples(LIMITS, OPS), broken, settings=quick)
+    except NoSuchExample:
+        pytest.fail("the overshoot property does not see this fault")
