@@ -5,6 +5,7 @@
     +-- PriceBookError         a price book cannot be used as written, or would change one that is in use
     +-- UnbalancedTransfer     a posting whose entries do not sum to zero (a fault of ours, never posted)
     +-- PeriodClosed           a posting was meant for a period that is sealed
+    +-- ReportQueryError       a usage or cost query asks for what does not exist (the caller's fault)
     +-- ReconcileInputError    a spool folder or an engine's counters, given to compare with, cannot be read
     +-- StoreError             the database
         +-- SchemaOutdated     its tables are not at this version: run `inferplane db upgrade`
@@ -40,6 +41,14 @@ class PeriodClosed(BillingError):
     def __init__(self, period_id: str) -> None:
         super().__init__(f"Period {period_id} is closed; a posting goes to an open period.")
         self.period_id = period_id
+
+
+class ReportQueryError(BillingError):
+    """A usage or cost query cannot be answered as asked. `param` names the parameter."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ReconcileInputError(BillingError):

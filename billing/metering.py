@@ -46,7 +46,7 @@ _USAGE_ANY: Final = re.compile(rb',"usage":(?:null|\{' + _INSIDE + rb"\})(?=\}\n
 # The same anywhere in an event; only a candidate, to be proven (`_without_usage`, `_members_text`).
 _USAGE_INSIDE: Final = re.compile(rb',"usage":(?:null|\{' + _INSIDE + rb"\})(?=[,}])")
 # Two line ends in a row end an event (WHATWG HTML 9.2.6); only used once a CR was seen.
-_BLANK: Final = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r)")
+_BLANK: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r|\Z)")
 
 _DONE: Final = b"[DONE]"

@@ -175,7 +175,7 @@ def check_correction(stored: StoredCorrection, books: Books) -> tuple[Correction
     """A correction against the two books it names."""
     event = stored.event.event
     before = (
-        Charge(None, None, (), None, frozenset({ChargeFlag.UNPRICED}))
+        Charge(None, stored.event.currency, (), None, frozenset({ChargeFlag.UNPRICED}))
         if stored.price_version_from is None
         else rate(event, books(stored.price_version_from))
     )

@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from controlplane.adapters.processes import follow_parent
+
 # The entry-point group that packages register their commands in (DESIGN 2 and 4.7).
 COMMAND_GROUP = "inferplane.commands"
 
@@ -30,8 +32,6 @@ def load_plugins(app: typer.Typer, plugins: Iterable[EntryPoint], complain: Call
         try:
             plugin.load()(app)
         except Exception as fault:
-            if isinstance(fault, ModuleNotFoundError) and fault.name == plugin.module:
-                continue  # while the packages are being written; tests/test_tidy.py asserts that none is missing
             where = traceback.extract_tb(fault.__traceback__)[-1]
             complain(
                 f"inferplane: the commands of {plugin.name!r} ({plugin.value}) are missing: "
@@ -69,6 +69,7 @@ def _root(
 
 def main() -> None:
     """Run the command line. Exit status: 0 success, 1 a one-line reason on stderr, 2 a usage error."""
+    follow_parent()
     build_app(command_plugins(), lambda line: print(line, file=sys.stderr))()
 
 

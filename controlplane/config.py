@@ -5,10 +5,15 @@ Owns: every environment variable of this package (prefix `INFERPLANE_`). Nothing
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from controlplane.errors import ConfigError
 
 
 class Settings(BaseSettings):
@@ -26,33 +31,35 @@ class Settings(BaseSettings):
     """Secret of the keyed hash of API keys, the same on every node; empty: made once in `data_dir/pepper` (0600)."""
 
     host: str = "127.0.0.1"
-    port: int = Field(8080, ge=0, le=65535)
-    workers: int = Field(1, ge=1, le=64)
+    port: int = Field(default=8080, ge=0, le=65535)
+    workers: int = Field(default=1, ge=1, le=64)
     """Gateway processes that share the port."""
     node: str = ""
     """Name of this node in spool folders and events; empty: the host name."""
 
     endpoints_file: Path | None = None
     """YAML or JSON list of engines, re-read when it changes."""
-    endpoints_poll_s: float = Field(1.0, gt=0)
+    endpoints_poll_s: float = Field(default=1.0, gt=0)
 
-    connect_timeout_s: float = Field(2.0, gt=0)
-    first_byte_timeout_s: float = Field(120.0, gt=0)
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    first_byte_timeout_s: float = Field(default=120.0, gt=0)
     """Until a stream's first token; a non-streamed answer may take the total instead."""
-    idle_timeout_s: float = Field(60.0, gt=0)
-    total_timeout_s: float = Field(1_800.0, gt=0)
-    drain_timeout_s: float = Field(30.0, gt=0)
+    idle_timeout_s: float = Field(default=60.0, gt=0)
+    total_timeout_s: float = Field(default=1_800.0, gt=0)
+    drain_timeout_s: float = Field(default=30.0, gt=0)
     """After SIGTERM, how long running streams may go on."""
-    max_body_bytes: int = Field(32 * 1024 * 1024, gt=0)
-    default_max_output_tokens: int = Field(4_096, gt=0)
+    drain_lead_s: float = Field(default=1.0, ge=0)
+    """After SIGTERM, how long new requests are still taken while `/readyz` says no: load balancers need it."""
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
+    default_max_output_tokens: int = Field(default=4_096, gt=0)
     """Reserved for a request that names no limit of its own and whose model has none."""
 
-    feed_interval_s: float = Field(0.5, gt=0)
+    feed_interval_s: float = Field(default=0.5, gt=0)
     """How often the key epoch is read from SQL: the floor of the revocation bound (2 s)."""
-    key_grace_s: float = Field(60.0, ge=0)
+    key_grace_s: float = Field(default=60.0, ge=0)
     """How long known keys keep working while the store does not answer."""
 
-    spool_max_bytes: int = Field(1024 * 1024 * 1024, gt=0)
+    spool_max_bytes: int = Field(default=1024 * 1024 * 1024, gt=0)
     """Bound of the usage spool of a node; full means 503, never unmetered."""
     access_log: str = "-"
     """`-` is standard output, empty is off, else a file."""
@@ -66,3 +73,23 @@ class Settings(BaseSettings):
     def spool_dir(self) -> Path:
         """Root of the per-process spool folders."""
         return self.data_dir / "spool"
+
+
+def load_settings(chosen: Mapping[str, Any]) -> Settings:
+    """The settings with the command line's choices on top. Raises ConfigError naming the field and its value."""
+    try:
+        return Settings(**chosen)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        name = ".".join(str(step) for step in first["loc"])
+        raise ConfigError(f"{name} is {first['input']!r}: {first['msg']}.") from None
+
+
+def engine_secret(variable: str) -> str | None:
+    """The API key of an engine, from the environment variable that its endpoint names (`api_key_env`)."""
+    return os.environ.get(variable)
+
+
+def run_dir() -> Path:
+    """The folder of sockets and metrics files that the parent process made for its children."""
+    return Path(os.environ.get("INFERPLANE_RUN_DIR", ".inferplane/run"))

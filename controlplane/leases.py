@@ -248,7 +248,9 @@ class Leases:
         view = view_of([part.lease for part in plan.parts])
         if reply.admitted:
             return Admitted(Ticket(plan.cost, spends), view)
-        return self._refusal(plan, reply, view)
+        # Requests that asked beside this one may have been granted more than they took.
+        spare = self.try_spend(tuple(part.lease.limit for part in plan.parts), plan.cost, now_ns)
+        return spare or self._refusal(plan, reply, view)
 
     def _spend_granted(self, part: Part, now_ns: int) -> Batch:
         lease = part.lease

@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import Protocol
 
 from billing.metering import Meter, Usage
-
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.rate_limit import LimitsPort, LimitView, Refused
 from controlplane.request import InferenceRequest

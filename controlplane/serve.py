@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from billing.metering import UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
-
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.errors import EngineError, EngineTimeout, EngineUnreachable, SpoolFull
 from controlplane.ports import (
@@ -184,31 +183,36 @@ class Path:
             self._interrupted(run)
             if not run.sink.gone:
                 await self._say_interrupted(run)
+        except Exception:  # a defect of ours: the books are closed like any other ending, then it is reported
+            self._defect(run)
+            raise
         finally:
             self._p.limits.settle(run.ticket, run.used, self._p.clock.monotonic_ns())
 
     async def _attempts(self, run: _Run) -> Fault | None:
         """Dispatch, at most twice. None: answered. A fault: the client has been sent nothing yet."""
         target = self._p.fleet.pick(run.call, run.served, frozenset())
-        number = 1
-        while True:
-            if isinstance(target, NoTarget):
-                return _unroutable(run.call.request.model_asked, target)
-            attempt = self._open(run, target, number)
-            if attempt is None:
-                return _SPOOL_FULL
-            run.attempt = attempt
+        if isinstance(target, NoTarget):
+            return _unroutable(run.call.request.model_asked, target)
+        attempt = run.attempt = self._open(run, target, 1)
+        if attempt is None:
+            return _SPOOL_FULL
+        for number in range(2, _MAX_ATTEMPTS + 2):
             fault = await self._attempt(run, attempt)
             if fault is None:
                 return None
-            again: Target | NoTarget | None = None
-            if fault.elsewhere and number < _MAX_ATTEMPTS:
-                again = self._p.fleet.pick(run.call, run.served, frozenset({target.endpoint_id}))
-            retried = isinstance(again, Target)
-            self._close(run, attempt, fault.outcome, fault.status, billable=not retried, fault=fault)
-            if not retried or again is None:
-                return fault
-            target, number = again, number + 1
+            # The next attempt is opened before this one is closed: a kill in between leaves one billable attempt.
+            following = self._follow(run, attempt, number) if fault.elsewhere and number <= _MAX_ATTEMPTS else None
+            self._close(run, attempt, fault.outcome, fault.status, billable=following is None, fault=fault)
+            if following is None:
+                break
+            attempt = run.attempt = following
+        return fault
+
+    def _follow(self, run: _Run, lost: _Attempt, number: int) -> _Attempt | None:
+        """The next attempt, on another engine than the lost one; None when there is none to be had."""
+        target = self._p.fleet.pick(run.call, run.served, frozenset({lost.target.endpoint_id}))
+        return None if isinstance(target, NoTarget) else self._open(run, target, number)
 
     def _open(self, run: _Run, target: Target, number: int) -> _Attempt | None:
         """Record the attempt before it is dispatched. None: the spool is full, and nothing may run unmetered."""
@@ -230,7 +234,7 @@ class Path:
             deployment=None,
             pool=target.pool,
             endpoint=target.endpoint_id,
-            endpoint_incarnation=target.incarnation,
+            endpoint_incarnation=target.incarnation or "",
             node=self._node,
             batch_id=None,
             custom_id=None,
@@ -461,6 +465,17 @@ class Path:
                 UNKNOWN_USAGE, uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True
             )
         self._close(run, attempt, Outcome.CANCELLED, _CLIENT_CLOSED_STATUS, billable=True, usage=usage)
+
+    def _defect(self, run: _Run) -> None:
+        """This process failed: the engine is cancelled, and only what was delivered is billed."""
+        attempt = run.attempt
+        if attempt is None or attempt.closed:
+            return
+        if attempt.answer is not None:
+            attempt.answer.abort()
+        usage = attempt.meter.delivered_usage() if attempt.meter is not None and run.sink.started else None
+        fault = Fault(500, "", "server_error", code="internal_error", ending=Ending.CANCELLED)
+        self._close(run, attempt, Outcome.FAILED, fault.status, billable=True, usage=usage, fault=fault)
 
     async def _say_interrupted(self, run: _Run) -> None:
         if run.sink.started:

@@ -2,7 +2,7 @@
 
 Owns: the values of tenancy (org, project, key, limit rows), the in-memory `Snapshot` of every live key, and
 `authorize`, the one place that decides whether a principal may do a thing. Does not own: where keys are stored
-(`adapters.keys_sql`), how a secret is hashed (the digest is an argument), or what a limit's arithmetic is (`rate_limit`).
+(`adapters.keys_sql`), how a secret is hashed (the digest is an argument), or the arithmetic of limits (`rate_limit`).
 
 A tenant is an org. An org has projects, a project has keys, a key has scopes and perhaps a model allow-list.
 """

@@ -4,6 +4,7 @@
     +-- ConfigError        a setting or a data file cannot be used (also: an unknown device or model name)
     +-- RequestError       a request handed to the simulated engine is malformed (a fault of the caller, never of load)
     +-- BlockPoolError     the block pool was asked for what its invariants forbid (a bug in this package)
+    +-- ClientError        an HTTP request cannot be answered; carries the engine's error object (adapters only)
 
 Expected outcomes (the queue is full, the request can never fit) are values of `scheduler.SubmitOutcome`, not
 exceptions.
@@ -26,3 +27,13 @@ class RequestError(PerfModelError):
 
 class BlockPoolError(PerfModelError):
     """An invariant of the block pool would break. Seeing this means a bug, never load."""
+
+
+class ClientError(PerfModelError):
+    """An HTTP request is refused with `status`; `kind` is the error's type and `param` the field at fault, if one."""
+
+    def __init__(self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param

@@ -24,7 +24,7 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
-from router.endpoints import EngineSpeed, Load
+from router.endpoints import Ending, EngineSpeed, Finish, Load, Ticket
 
 TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "spread")
 """The order of `Candidate.terms_s`."""
@@ -190,6 +190,24 @@ class SpeedLearner:
             prefill_s_per_token2=prior.prefill_s_per_token2,
             decode_s_per_running=prior.decode_s_per_running,
         )
+
+
+class ModelFacts:
+    """What answers have taught about one model: how many tokens prompts really have, and how long answers are."""
+
+    __slots__ = ("input_ratio", "output_tokens")
+
+    def __init__(self) -> None:
+        self.input_ratio = 1.0
+        self.output_tokens = Ewma()
+
+    def learn(self, ticket: Ticket, finish: Finish) -> None:
+        """Take an ended attempt's counts."""
+        if finish.input_tokens and ticket.asked_tokens:
+            ratio = min(max(finish.input_tokens / ticket.asked_tokens, 0.1), 10.0)
+            self.input_ratio += _SAMPLE_WEIGHT * (ratio - self.input_ratio)
+        if finish.outcome is Ending.COMPLETED and finish.output_tokens:
+            self.output_tokens.add(finish.output_tokens)
 
 
 class Unfit(StrEnum):

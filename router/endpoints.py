@@ -113,8 +113,8 @@ WAITING, DECODING, ENDED = 0, 1, 2
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One attempt that was routed: what was counted at the pick, so that exactly that is released. Opaque to
-    callers.
+    """One attempt that was routed: what was counted at the pick, so that exactly that is released. Opaque to callers.
+    Mutable: it lives through its phases, and one object per attempt is what the hot path can afford.
     """
 
     ticket_id: int
@@ -191,7 +191,7 @@ class Load:
         self._waiting: dict[int, Ticket] = {}
         self._backlog_s = 0.0
         self._progress_s = 0.0
-        self._peer_news: dict[str, LoadNews] = {}
+        self._peer_news: dict[str, tuple[LoadNews, float]] = {}
         self.own: dict[int, Ticket] = {}
         """Every ticket of ours in flight."""
         self.peer_backlog_s = 0.0
@@ -261,22 +261,28 @@ class Load:
         waiting = len(self._waiting)
         return LoadNews(endpoint_id, backlog_s, waiting, len(self.own) - waiting, kv_tokens)
 
-    def hear(self, peer: str, news: LoadNews | None) -> None:
-        """A sibling's load on this endpoint is now this; None: the sibling is gone."""
+    def hear(self, peer: str, news: LoadNews | None, now_s: float) -> None:
+        """A sibling's load on this endpoint is now this; None: it has none."""
         old = self._peer_news.pop(peer, None)
         if old is not None:
-            self.decoding_count -= old.decoding_count
-            self.kv_tokens -= old.kv_tokens
+            self.decoding_count -= old[0].decoding_count
+            self.kv_tokens -= old[0].kv_tokens
         if news is not None and (news.waiting_count or news.decoding_count):
-            self._peer_news[peer] = news
+            self._peer_news[peer] = news, now_s
             self.decoding_count += news.decoding_count
             self.kv_tokens += news.kv_tokens
-        self.peer_backlog_s = sum(each.backlog_s for each in self._peer_news.values())
+        self.peer_backlog_s = sum(each.backlog_s for each, _ in self._peer_news.values())
+
+    def expire(self, before_s: float) -> None:
+        """Drop what siblings have not repeated since `before_s`: the sibling is dead, or its last word was lost."""
+        for peer in [peer for peer, (_, heard_s) in self._peer_news.items() if heard_s < before_s]:
+            self.hear(peer, None, before_s)
 
     def view(self, now_s: float) -> LoadView:
         """A frozen copy of the totals."""
-        waiting = len(self._waiting) + sum(each.waiting_count for each in self._peer_news.values())
-        return LoadView(waiting, self.decoding_count, self.remaining_s(now_s), self.kv_tokens)
+        backlog_s = self.remaining_s(now_s)
+        waiting = len(self._waiting) + sum(each.waiting_count for each, _ in self._peer_news.values())
+        return LoadView(waiting, self.decoding_count, backlog_s, self.kv_tokens)
 
     def _advance(self, now_s: float) -> None:
         """Take the prefills of answers that are not streamed as done when they were predicted to be."""

@@ -34,9 +34,11 @@ END_BYTES = 210
 # Default bound of the whole index in estimated bytes; the process's share stays under 150 MB.
 DEFAULT_MAX_BYTES = 120_000_000
 
+# The packing of an end mark: bit 0 says that a longer prompt goes on from here, bits 1 to 19 hold the depth in blocks
+# (the graded ladder has 8,344), the rest is the last use.
+_HAS_CHILD = 1
 _DEPTH_BITS = 20
 _DEPTH_MASK = (1 << _DEPTH_BITS) - 2
-_HAS_CHILD = 1
 
 
 class Stored(NamedTuple):

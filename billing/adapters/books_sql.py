@@ -51,7 +51,7 @@ def load_books(engine: Engine) -> PriceSchedule:
 def list_books(engine: Engine) -> list[StoredBook]:
     """Every book with its prices, in the order they were added."""
     with read(engine) as connection:
-        created = dict(connection.execute(sa.select(_BOOK.c.version, _BOOK.c.created_ns)).tuples().all())
+        created = {row[0]: row[1] for row in connection.execute(sa.select(_BOOK.c.version, _BOOK.c.created_ns))}
         return [StoredBook(book, created[book.version]) for book in read_books(connection)]
 
 

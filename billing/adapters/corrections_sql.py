@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -63,7 +63,8 @@ def correct_prices(
     An event whose new book has another currency is left alone: that is no correction but a new agreement. Each chunk
     of events is one transaction; when the run is cut off, run it again. Raises StoreUnavailable.
     """
-    looked, corrected, posting_ids = 0, 0, []
+    looked, corrected = 0, 0
+    posting_ids: list[str] = []
     deltas: dict[str, int] = {}
     last = ""
     while True:
@@ -125,6 +126,9 @@ def _correction(row: Any, books: PriceSchedule) -> Correction | None:
     if target is None or target.version == billed_by:
         return None
     before, after = rate(event, books.book(billed_by)), rate(event, target)
+    if billed_by is None:
+        # Where its roll-up row counts it as unpriced.
+        before = replace(before, currency=row["currency"])
     if after.amount_pico is None or before.currency not in {None, after.currency} or before.lines == after.lines:
         return None
     return Correction(event, before, after)

@@ -323,7 +323,7 @@ def _compare_spool(engine: Engine, spool_dir: Path, report: Report) -> None:
         events = {one.event_id: one for one in chunk if not isinstance(one, Damage)}
         query = sa.select(_EVENT.c.event_id, _EVENT.c.payload_hash).where(_EVENT.c.event_id.in_(events))
         with read(engine) as connection:
-            hashes = dict(connection.execute(query).tuples().all())
+            hashes = {row[0]: row[1] for row in connection.execute(query)}
         for one in chunk:
             if isinstance(one, Damage):
                 report.add([Difference(Kind.SPOOL_DAMAGED, f"byte {one.start_bytes}", one.reason)])

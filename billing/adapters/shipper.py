@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ import sqlalchemy as sa
 from billing.adapters import sql
 from billing.adapters.ingest import Ingest, IngestBatch, SpoolOffset
 from billing.adapters.shipper_status import ShipperStatus, reporting, safe_sentence
-from billing.adapters.spool_files import Gathered, SpoolFolder, clear_hidden, spool_folders
+from billing.adapters.spool_files import Gathered, SpoolFolder, clear_hidden, segments, spool_folders
 from billing.adapters.tables import SpoolOffsetRow, table
 from billing.errors import BillingError
 
@@ -129,7 +130,7 @@ class Shipper:
 
     def run(self) -> None:
         """Ship until `stop`; then drain for at most `drain_timeout_s`. A database that is down is waited for."""
-        with reporting(self._settings.spool_dir, self.status):
+        with self._serving():
             while not self._stopping.is_set():
                 self._look_for_folders()
                 moved = self._pull()
@@ -137,13 +138,10 @@ class Shipper:
                     self._commit()
                 elif not moved:
                     self._rest()
-            deadline_s = time.monotonic() + self._settings.drain_timeout_s
-            moved = True
-            while moved and time.monotonic() < deadline_s:
-                moved = self._pull()
-                if (self._is_full() or not moved) and not self._try_commit():
-                    break
-        self._release()
+            try:
+                self._ship_what_is_there(time.monotonic() + self._settings.drain_timeout_s)
+            except Exception as fault:
+                self._note_fault(fault, "The last batch could not be committed; the next shipper finds it in the spool")
 
     def run_once(self) -> None:
         """Ship everything that is in the spool now, adopt what was left over, and return.
@@ -151,19 +149,8 @@ class Shipper:
         Raises what the database raised, or BillingError when a folder cannot be read: then nothing was lost, and a
         later run ships it.
         """
-        with reporting(self._settings.spool_dir, self.status):
-            self._find_folders()
-            goals = {folder: folder.read_bytes + folder.unread_bytes() for folder in self._folders.values()}
-            moved = True
-            while moved:
-                moved = self._pull()
-                if self._is_full() or not moved:
-                    self._commit_or_raise()
-                # A busy writer is not followed for ever; one that is gone is read to its very end.
-                if all(folder.finished or folder.read_bytes >= goal for folder, goal in goals.items()):
-                    moved = moved and any(folder.adopted for folder in self._folders.values())
-            self._commit_or_raise()
-        self._release()
+        with self._serving():
+            self._ship_what_is_there(math.inf)
         if self._last_error is not None:
             raise BillingError(self._last_error)
 
@@ -190,6 +177,34 @@ class Shipper:
             last_commit_ns=self._last_commit_ns,
             last_error=self._last_error,
         )
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Report while the block runs; let go of every folder at its end. What was not committed is read again."""
+        try:
+            with reporting(self._settings.spool_dir, self.status):
+                yield
+        finally:
+            for folder in self._folders.values():
+                folder.release()
+            self._folders.clear()
+            self._gathered, self._gathered_at_s = Gathered(), None
+
+    def _ship_what_is_there(self, deadline_s: float) -> None:
+        """Read and commit up to where the spool reaches now; a writer that is gone is read to its very end.
+
+        A writer that is busy is not followed for ever. Raises what the database raised.
+        """
+        self._find_folders()
+        goals = {folder: folder.read_bytes + folder.unread_bytes() for folder in self._folders.values()}
+        moved = True
+        while moved and time.monotonic() < deadline_s:
+            moved = self._pull()
+            if self._is_full() or not moved:
+                self._commit_or_raise()
+            if all(one.finished or (not one.adopted and one.read_bytes >= goal) for one, goal in goals.items()):
+                break
+        self._commit_or_raise()
 
     def _is_full(self) -> bool:
         return len(self._gathered.events) >= self._settings.batch_event_count
@@ -247,6 +262,8 @@ class Shipper:
             if path.name not in self._folders:
                 node, _, incarnation = path.name.partition("~")
                 self._folders[path.name] = SpoolFolder(path, self._ingest.offset(node, incarnation))
+                if not (path / "lock").exists() and segments(path):
+                    _log.warning("%s has lost its lock file: it is read, and never taken for left over.", path)
 
     def _commit(self) -> None:
         """Commit what was gathered, however long the database is down."""
@@ -310,11 +327,6 @@ class Shipper:
             _log.error("%s", sentence)
         self._last_error = sentence
 
-    def _release(self) -> None:
-        for folder in self._folders.values():
-            folder.release()
-        self._folders.clear()
-
 
 @contextlib.contextmanager
 def shipper_lock(spool_dir: Path, stopping: threading.Event, *, wait: bool) -> Iterator[bool]:
@@ -347,6 +359,7 @@ def run(spool_dir: Path, database_url: str, node: str = "", once: bool = False) 
             if once:
                 if not held:
                     raise BillingError(f"Another shipper serves {spool_dir}; it ships what is there.")
+                sql.require_current(engine)
                 shipper.run_once()
             elif held:
                 shipper.run()

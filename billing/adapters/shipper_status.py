@@ -21,6 +21,7 @@ import orjson
 _log = logging.getLogger(__name__)
 
 STATUS_FILE = "shipper.json"
+# A probe asks every few seconds; a second is fresh enough for it and costs one small write.
 STATUS_INTERVAL_S = 1.0
 # A shipper writes its status each second; a reader takes it for dead after this long.
 STATUS_STALE_S = 5.0

@@ -1,7 +1,8 @@
 """Routes that read: usage, costs, refusals, routing decisions; for admins, and for a tenant about its own org.
 
 Owns: the query parameters (OpenAI's, with `[]` and without) and the rule that a tenant sees its own org only. Does not
-own: the numbers (`Reports`, out of billing's roll-ups) or what a decision says (`router`).
+own: the numbers and which buckets and groups there are (`Reports`, out of billing's roll-ups), or what a decision says
+(`router`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 
+from billing.errors import ReportQueryError
 from controlplane.adapters.admin_calls import Admin, ApiKey, Authorization, Calls, ReportQuery
 from controlplane.adapters.admin_edge import REPORT_TIMEOUT_S, DeniedCall
+from controlplane.adapters.tenancy_tx import faults
 from controlplane.errors import BadRequest
 from controlplane.tenancy import DenialReason, Principal, Scope
 
-# Bucket widths of OpenAI's usage API and the pages they allow: width -> (default, maximum) buckets (gateway 2.9).
-_BUCKETS = {"1m": (60, 1_440), "1h": (24, 168), "1d": (7, 31)}
-# What OpenAI's endpoints group by, and the reason of a refusal; admins may also group by org.
-_GROUPS = {
-    "usage": ("project_id", "user_id", "api_key_id", "model", "batch", "service_tier"),
-    "costs": ("project_id", "api_key_id", "line_item"),
-    "refusals": ("project_id", "model", "reason"),
-}
 # Ids of one filter; more is a mistake.
 _MAX_FILTER_COUNT = 100
 _MAX_UNIX_S = 9_223_372_036
@@ -70,37 +65,20 @@ def report_query(
     page: Annotated[str | None, Query(max_length=200, description="`next_page` of the page before.")] = None,
 ) -> ReportQuery:
     """OpenAI's parameters; `group_by`, `project_ids`, `api_key_ids` and `models` may be repeated, with `[]` or not."""
-    if bucket_width not in _BUCKETS:
-        raise BadRequest(
-            f"bucket_width is {bucket_width[:20]!r}; expected one of {', '.join(_BUCKETS)}.", param="bucket_width"
-        )
-    usual, most = _BUCKETS[bucket_width]
-    if limit is not None and limit > most:
-        raise BadRequest(f"limit is {limit}; at most {most} buckets of {bucket_width} fit a page.", param="limit")
     if end_time is not None and end_time <= start_time:
         raise BadRequest("end_time must be later than start_time.", param="end_time")
-    group_by = _many(request, "group_by")
-    known = _groups_of(request.url.path)
-    for name in group_by:
-        if name not in known:
-            raise BadRequest(f"group_by is {name[:40]!r}; expected some of {', '.join(known)}.", param="group_by")
     return ReportQuery(
         org_id=None,
         start_time_s=start_time,
         end_time_s=end_time,
         bucket_width=bucket_width,
-        group_by=group_by,
+        group_by=_many(request, "group_by"),
         project_ids=_many(request, "project_ids"),
         key_ids=_many(request, "api_key_ids"),
         models=_many(request, "models"),
-        limit_count=limit or usual,
+        limit_count=limit,
         page=page,
     )
-
-
-def _groups_of(path: str) -> tuple[str, ...]:
-    report = "costs" if path.endswith("/costs") else "refusals" if path.endswith("/refusals") else "usage"
-    return (*_GROUPS[report], "org_id") if path.startswith("/admin/") else _GROUPS[report]
 
 
 def _many(request: Request, name: str) -> tuple[str, ...]:
@@ -130,8 +108,8 @@ async def any_usage(calls: Calls, _admin: Admin, query: Asked, org_id: OrgFilter
 
 
 async def any_costs(calls: Calls, _admin: Admin, query: Asked, org_id: OrgFilter = None) -> dict[str, Any]:
-    """Costs by day, of one org or all. Amounts are exact decimal strings."""
-    return await _report(calls, calls.deps.reports.costs, await _of_org(calls, _daily(query), org_id))
+    """Costs by time, of one org or all. Amounts are exact decimal strings."""
+    return await _report(calls, calls.deps.reports.costs, await _of_org(calls, query, org_id))
 
 
 async def any_refusals(calls: Calls, _admin: Admin, query: Asked, org_id: OrgFilter = None) -> dict[str, Any]:
@@ -163,7 +141,14 @@ async def _of_org(calls: Calls, query: ReportQuery, org: str | None) -> ReportQu
 async def _report(
     calls: Calls, report: Callable[[ReportQuery], Mapping[str, Any]], query: ReportQuery
 ) -> dict[str, Any]:
-    return dict(await calls.threads.run(lambda: report(query), REPORT_TIMEOUT_S))
+    def work() -> dict[str, Any]:
+        try:
+            with faults():
+                return dict(report(query))
+        except ReportQueryError as fault:
+            raise BadRequest(str(fault), param=fault.param) from None
+
+    return await calls.threads.run(work, REPORT_TIMEOUT_S)
 
 
 def _daily(query: ReportQuery) -> ReportQuery:

@@ -134,18 +134,12 @@ def _faults() -> Iterator[None]:
 
 
 def _table(records: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    """Columns two blanks apart, one line a record: read by people and by `awk`; a narrow terminal wraps it."""
     names = [name for name in records[0] if name not in _HIDDEN]
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name.removesuffix("_s") if name.endswith("_at_s") else name, overflow="fold")
-    for record in records:
-        table.add_row(*(_cell(name, record[name]) for name in names))
-    console = Console()
-    # A pipe has no width: nothing may be folded there.
-    console.print(table, width=None if console.is_terminal else 10_000, markup=False, highlight=False)
+    rows = [names, *([_cell(name, record[name]) for name in names] for record in records)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _cell(name: str, value: Any) -> str:
@@ -153,4 +147,6 @@ def _cell(name: str, value: Any) -> str:
         return "-"
     if name.endswith("_at_s"):
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value) or "-"

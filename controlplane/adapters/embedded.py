@@ -223,6 +223,8 @@ class EmbeddedRedis:
 
     def _spawn(self, until_s: float) -> None:
         address = self._choose_address()
+        if self._child is not None:
+            self._child.poll()  # reaps the one that died
         binary = self._binary or _bundled_binary()
         with self._log_path.open("ab") as log:
             log_start = log.tell()

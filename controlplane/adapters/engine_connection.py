@@ -1,8 +1,8 @@
 """One HTTP/1.1 connection to an engine, and the answer that comes over it.
 
-Owns: writing a request, parsing its answer (httptools), the deadlines of each wait, and back-pressure. Does not own: the
-pool and the retry of a stale connection (`engine_http`), or what a failure means (`serve`). An answer keeps its bytes, so
-that its connection is free for the next request as soon as the last one has come.
+Owns: writing a request, parsing its answer (httptools), the deadlines of each wait, and back-pressure. Does not own:
+the pool and the retry of a stale connection (`engine_http`), or what a failure means (`serve`). An answer keeps its
+bytes, so that its connection is free for the next request as soon as the last one has come.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pool(Protocol):
     def lost(self, connection: Connection) -> None: ...
 
 
-class StaleConnection(Exception):  # noqa: N818 - not an error of anyone: a signal between two parts of this module
+class StaleConnection(Exception):
     """The connection ended before one byte of an answer had come."""
 
 
@@ -83,6 +83,7 @@ class Connection(asyncio.Protocol):
         "_head_bytes",
         "_headers",
         "_parser",
+        "_reusable",
         "_pool",
         "_started",
         "_timer",
@@ -114,6 +115,7 @@ class Connection(asyncio.Protocol):
         self._done = False
         """The current answer has ended."""
         self._close_delimited = False
+        self._reusable = False
         self._unsent = False
         """Bytes of the request are still to be written: the connection cannot be used again."""
         self._write_paused = False
@@ -229,7 +231,7 @@ class Connection(asyncio.Protocol):
         """The engine of the current exchange."""
         return self._endpoint_id
 
-    # -- the transport ---------------------------------------------------------------------------------------------------
+    # -- the transport -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: connected."""
@@ -310,12 +312,12 @@ class Connection(asyncio.Protocol):
             self.pause(False)
         transport = self._transport
         unsent = self._unsent or transport is None or transport.get_write_buffer_size() > 0
-        if unsent or self._close_delimited or not self._parser.should_keep_alive():
+        if unsent or self._close_delimited or not self._reusable:
             self.close()
         else:
             self._pool.keep(self)
 
-    # -- the parser ------------------------------------------------------------------------------------------------------
+    # -- the parser ----------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """httptools: an answer begins. A second one to the same request cannot be."""
@@ -357,8 +359,9 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """httptools: the answer has ended, unless it was an interim one."""
         answer = self._answer
-        if answer is not None and answer.status:
+        if answer is not None and answer.status and not self._done:
             self._done = True
+            self._reusable = self._parser.should_keep_alive()  # llhttp forgets it after this callback
 
 
 class EngineAnswer:

@@ -18,8 +18,9 @@ from controlplane.adapters.engine_http import EngineCall, EngineClient
 from controlplane.ports import Answer, AttemptEnd, Call, Deadlines, ModelFacts, NoTarget, NoTargetReason, Target
 from controlplane.request import Operation
 from router.blocks import BlockHasher
+from router.decision import NoRoute, NoRouteReason, RouteDecision, RouteRequest
 from router.endpoints import Endpoint, Finish
-from router.route import NoRoute, NoRouteReason, RouteDecision, Router, RouteRequest
+from router.route import Router
 
 # Engines that accept `continuous_usage_stats` and `cache_salt` (read from their request schemas: vLLM 0.32 OpenAPI in
 # tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
@@ -78,8 +79,8 @@ class EngineFleet:
         """What is known of a model name; None when no alias and no engine has it."""
         alias = self._d.names.alias(name)
         if alias is not None:
-            return alias if self._d.router.serves(alias.served) else None
-        return ModelFacts(name, self._default_max_output_tokens) if self._d.router.serves(name) else None
+            return alias if alias.served in self._d.router.models else None
+        return ModelFacts(name, self._default_max_output_tokens) if name in self._d.router.models else None
 
     def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget:
         """The engine for the next attempt; its load counts from here on."""
@@ -91,6 +92,7 @@ class EngineFleet:
             input_tokens=request.estimated_input_tokens,
             output_tokens=request.max_output_tokens or self._default_max_output_tokens,
             exclude=exclude,
+            streamed=request.wish.stream,
         )
         decision = self._d.router.route(wanted, self._d.monotonic_s(), self._d.dice)
         if isinstance(decision, NoRoute):
@@ -174,9 +176,10 @@ class EngineFleet:
         secret = self._d.engine_key(endpoint.api_key_env) if endpoint.api_key_env else None
         authorization = b"authorization: Bearer %s\r\n" % secret.encode() if secret else b""
         prefix = parts.path.rstrip("/").removesuffix("/v1").encode()
+        same = b"content-type: application/json\r\naccept-encoding: identity\r\n" + authorization
+        authority = parts.netloc.rpartition("@")[2].encode()
         heads = {
-            operation: b"POST %s%s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%s"
-            % (prefix, path, parts.netloc.rpartition("@")[2].encode(), authorization)
+            operation: b"POST %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (prefix, path, authority, same)
             for operation, path in _PATHS.items()
         }
         tls = openai_tls(endpoint) if secure else None

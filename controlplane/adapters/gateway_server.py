@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,10 @@ CONNECTION = "inferplane.connection"
 _MAX_HEAD_BYTES = 64 * 1024
 # How long a head may take; a client that trickles headers holds a connection no longer than this.
 _HEAD_TIMEOUT_S = 15.0
+
+
+# Idle client connections: longer than the 60 s of common load balancers, so that they close first.
+_KEEP_ALIVE_S = 75
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -101,13 +106,22 @@ class GatewayProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a gateway process drains: who is told, how long it still accepts, how long streams may go on."""
+
+    on_drain: Callable[[], None]
+    lead_s: float
+    drain_timeout_s: float
+    log_level: str
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn's server with a drain: not ready at once, then no new connections, then the deadline."""
 
-    def __init__(self, config: uvicorn.Config, *, on_drain: Callable[[], None], lead_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, options: ServerOptions) -> None:
         super().__init__(config)
-        self._on_drain = on_drain
-        self._lead_s = lead_s
+        self._options = options
         self._draining = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -117,16 +131,14 @@ class GatewayServer(uvicorn.Server):
             self.force_exit = True
             return
         self._draining = True
-        self._on_drain()
-        asyncio.get_running_loop().call_later(self._lead_s, self._stop)
+        self._options.on_drain()
+        asyncio.get_running_loop().call_later(self._options.lead_s, self._stop)
 
     def _stop(self) -> None:
         self.should_exit = True
 
 
-def build_server(
-    app: Any, *, on_drain: Callable[[], None], lead_s: float, drain_timeout_s: float, log_level: str
-) -> GatewayServer:
+def build_server(app: Any, options: ServerOptions) -> GatewayServer:
     """A server for one gateway process; sockets are given to `serve`. Access logs are the gateway's own."""
     config = uvicorn.Config(
         app,
@@ -135,11 +147,11 @@ def build_server(
         ws="none",
         lifespan="on",
         access_log=False,
-        log_level=log_level,
+        log_level=options.log_level,
         server_header=False,
         date_header=True,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
         backlog=4096,
     )
-    return GatewayServer(config, on_drain=on_drain, lead_s=lead_s)
+    return GatewayServer(config, options)

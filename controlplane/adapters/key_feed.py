@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import psycopg
 import redis
 import redis.asyncio
+import sqlalchemy as sa
 from pydantic import SecretStr
-from sqlalchemy.engine import Connection
 
 from billing.adapters import sql
 from controlplane.adapters.key_secret import pepper_mark
@@ -67,7 +68,7 @@ class FeedOptions:
     read_timeout_s: float = 1.0
     redis_url: SecretStr | None = None
     """None or empty: no early wake."""
-    refresh: Callable[[], None] | None = None
+    refresh: Callable[[], object] | None = None
     """Called in a thread of its own every `refresh_interval_s`: the price schedule."""
     refresh_interval_s: float = 1.0
 
@@ -112,6 +113,10 @@ class KeyFeed:
     def __init__(self, database_url: str, pepper: bytes, options: FeedOptions = FeedOptions()) -> None:
         # An engine of its own: a feed must not queue behind admin calls for a connection.
         self._engine = sql.engine(database_url)
+        self._line: Any = None
+        self._line_lock = threading.Lock()
+        sa.event.listen(self._engine, "connect", self._connected)
+        sa.event.listen(self._engine, "close", self._closing)
         self._pepper = pepper
         self._options = options
         self._directory = Directory(pepper)
@@ -127,8 +132,6 @@ class KeyFeed:
         self._refresher = ThreadPoolExecutor(1, thread_name_prefix="price-feed")
         self._reading: asyncio.Future[_Read] | None = None
         self._progress_s = 0.0
-        self._open: Connection | None = None
-        self._open_lock = threading.Lock()
         self._seen = asyncio.Condition()
 
     @property
@@ -277,23 +280,18 @@ class KeyFeed:
     def _read(self, known: Snapshot) -> _Read:
         started_s = time.monotonic()
         with faults(), sql.read(self._engine) as connection:
-            with self._open_lock:
-                self._open = connection
-            try:
-                mark = read_mark(connection)
-                self._alive()
-                check_pepper(mark.pepper_mark, pepper_mark(self._pepper))
-                if mark.epoch == self._directory.epoch:
-                    return _Read(started_s, known.confirmed(started_s), None)
-                if mark.epoch < self._directory.epoch:
-                    # The store went back in time: a restored backup. What we know of later is not true any more.
-                    _log.warning("The key store went back from epoch %d to %d.", self._directory.epoch, mark.epoch)
-                    self._directory = Directory(self._pepper)
-                since = self._directory.epoch
-                changes = read_changes(connection, mark.epoch, since, time.time(), self._alive)
-            finally:
-                with self._open_lock:
-                    self._open = None
+            self._alive()
+            mark = read_mark(connection)
+            self._alive()
+            check_pepper(mark.pepper_mark, pepper_mark(self._pepper))
+            if mark.epoch == self._directory.epoch:
+                return _Read(started_s, known.confirmed(started_s), None)
+            if mark.epoch < self._directory.epoch:
+                # The store went back in time: a restored backup. What we know of later is not true any more.
+                _log.warning("The key store went back from epoch %d to %d.", self._directory.epoch, mark.epoch)
+                self._directory = Directory(self._pepper)
+            since = self._directory.epoch
+            changes = read_changes(connection, mark.epoch, since, time.time(), self._alive)
         whole = since == NOTHING_READ
         directory = Directory(self._pepper) if whole else self._directory
         try:
@@ -309,16 +307,23 @@ class KeyFeed:
     def _alive(self) -> None:
         self._progress_s = time.monotonic()
 
+    def _connected(self, driver: Any, _record: object) -> None:
+        # The reader is the only user of this engine, so there is one connection at a time.
+        with self._line_lock:
+            self._line = driver
+
+    def _closing(self, _driver: Any, _record: object) -> None:
+        # Called before the socket is closed: its number may belong to another one right after.
+        with self._line_lock:
+            self._line = None
+
     def _cut(self) -> None:
         """End a read that hangs: shut its socket down, which wakes the thread with an error. SQLite has no socket."""
-        with self._open_lock:
-            if self._open is None or sql.is_sqlite(self._open):
+        with self._line_lock, contextlib.suppress(OSError, psycopg.Error):
+            if not isinstance(self._line, psycopg.Connection):
                 return
-            driver: Any = self._open.connection.driver_connection
-            with contextlib.suppress(OSError, AttributeError, ValueError):
-                copy = os.dup(driver.fileno())
-                with socket.socket(fileno=copy) as line:
-                    line.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(self._line.fileno())) as line:
+                line.shutdown(socket.SHUT_RDWR)
 
     # Beside the loop
 
@@ -349,7 +354,7 @@ class KeyFeed:
                 if message is not None:
                     self._wake.set()
 
-    async def _refresh(self, refresh: Callable[[], None]) -> None:
+    async def _refresh(self, refresh: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:

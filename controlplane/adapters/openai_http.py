@@ -8,6 +8,7 @@ Owns: authentication of a request, reading its body within bounds, the request i
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ Send = Callable[[Any], Awaitable[None]]
 _RELAYED = frozenset({b"content-type"})
 # How long the rest of a body may take to arrive once its head is there.
 _BODY_TIMEOUT_S = 60.0
+_log = logging.getLogger(__name__)
+_DEFECT = Fault(500, "The gateway failed to serve this request.", "server_error", "internal_error")
 _JSON = (b"content-type", b"application/json")
 _EXPLAIN = b"x-inferplane-decision"
 
@@ -234,6 +237,10 @@ class OpenAiRoutes:
         telemetry.started()
         try:
             await self._d.path.serve(call, sink, trace)
+        except Exception:
+            _log.exception("Request %s ended in a defect of the gateway.", call.request_id)
+            if not sink.started:
+                trace.status = await self._d.edge.fail(sink, call, _DEFECT, None)
         finally:
             telemetry.finished(call, trace)
 

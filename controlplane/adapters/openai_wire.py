@@ -158,7 +158,7 @@ def _wrong(name: str, value: Any, expected: str) -> BadRequest:
     if isinstance(value, dict):
         shown = "an object"
     elif isinstance(value, list):
-        shown = "a list with something else in it" if value else "an empty list"
+        shown = "an array" if value else "an empty array"
     else:
         shown = _short(value)
     return BadRequest(f"{name} must be {expected}, not {shown}.", param=name)

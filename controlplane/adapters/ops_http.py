@@ -14,6 +14,8 @@ from typing import Any
 
 import orjson
 
+from controlplane.adapters.openai_wire import error_body
+
 Send = Callable[[Any], Awaitable[None]]
 
 _PATHS = ("/healthz", "/readyz", "/metrics")
@@ -42,7 +44,12 @@ class OpsRoutes:
         """Answer one request."""
         path = scope["path"]
         if scope["method"] not in ("GET", "HEAD"):
-            await _answer(send, 405, b"application/json", b'{"error":{"message":"Use GET.","type":"invalid_request_error","param":null,"code":"method_not_allowed"}}')
+            await _answer(
+                send,
+                405,
+                b"application/json",
+                error_body("Use GET.", "invalid_request_error", code="method_not_allowed"),
+            )
         elif path == "/healthz":
             await _answer(send, 200, b"application/json", b'{"alive":true}')
         elif path == "/readyz":

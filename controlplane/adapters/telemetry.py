@@ -107,6 +107,7 @@ class Telemetry:
 
     def finished(self, call: Call, trace: Trace) -> None:
         """A request has ended."""
+        self.metrics.in_flight.dec()
         request = call.request
         asked = request.model_asked
         model = asked if self._known_model(asked) else _UNKNOWN_MODEL

@@ -283,7 +283,7 @@ def checked_overlap(overlap_s: int) -> int:
 
 def parse_duration(field: str, text: str) -> int:
     """Whole seconds of `90`, `90s`, `15m`, `24h`, `7d` or `2w`; BadRequest otherwise."""
-    found = re.fullmatch(r"(\d{1,12})(s|m|h|d|w)?", text.strip())
+    found = re.fullmatch(r"(\d{1,12})(s|m|h|d|w)?", text.strip(), re.ASCII)
     if found is None:
         raise BadRequest(
             f"{field} is {_shown(text)}; expected a duration such as 90s, 15m, 24h, 7d or 2w.", param=field
@@ -293,4 +293,4 @@ def parse_duration(field: str, text: str) -> int:
 
 def _shown(value: str) -> str:
     """Input as it may stand in a message: short, on one line, and never a whole key."""
-    return repr(value if len(value) <= 40 else value[:16] + "...")
+    return repr(value if len(value) <= 40 else value[:11] + "...")

@@ -20,7 +20,7 @@ from billing.adapters import books_sql, sql
 from billing.adapters.ingest import Ingest, IngestBatch, SpoolOffset
 from billing.pricing import Sku
 from billing.usage_event import UsageEvent
-from tests.fakes.usage import NOON_NS, a_book, usage_event
+from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
 
 
 def load(count: int, seed: int = 1) -> list[UsageEvent]:

@@ -57,22 +57,29 @@ class Fleet:
         assert isinstance(decision, RouteDecision), decision
         return decision
 
-    def end(self, decision: RouteDecision, outcome: Ending = Ending.COMPLETED, **report: object) -> None:
-        """End an attempt now."""
-        self.router.finished(decision.ticket, Finish(outcome, **report), self.now_s)  # type: ignore[arg-type]
+    def end(
+        self, decision: RouteDecision, outcome: Ending = Ending.COMPLETED, cached_tokens: int | None = None
+    ) -> None:
+        """End an attempt now, with nothing reported but what is named."""
+        tokens = None if cached_tokens is None else decision.ticket.asked_tokens
+        self.router.finished(decision.ticket, Finish(outcome, cached_tokens, tokens), self.now_s)
 
     def start(self, decision: RouteDecision) -> None:
         """Its first token comes now."""
         self.router.first_token(decision.ticket, self.now_s)
 
-    def serve(self, text: bytes, output_tokens: int = 10, **report: object) -> RouteDecision:
-        """Route a prompt and see it through: prefill and decode take what was predicted."""
+    def serve(self, text: bytes, output_tokens: int = 10, cached_tokens: int | None = None) -> RouteDecision:
+        """Route a prompt and see it through: prefill and decode take what was predicted, and the cache held what was
+        predicted unless `cached_tokens` says otherwise.
+        """
         decision = self.pick(text, output_tokens)
         self.router.sent(decision.ticket, self.now_s)
         self.now_s += decision.predicted_ttft_s
         self.start(decision)
         self.now_s += output_tokens * 0.010
-        self.end(decision, output_tokens=output_tokens, input_tokens=len(text) // 4, **report)
+        cached = decision.predicted_cached_tokens if cached_tokens is None else cached_tokens
+        finish = Finish(Ending.COMPLETED, cached, len(text) // 4, output_tokens)
+        self.router.finished(decision.ticket, finish, self.now_s)
         return decision
 
     def load(self, name: str) -> tuple[int, int, int]:

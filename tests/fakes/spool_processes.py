@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,7 +78,7 @@ def ship(spool_dir: str, database_url: str, batch_event_count: int) -> None:
             Shipper(settings, SqlIngest(sql.engine(database_url)), stopping).run()
 
 
-_ROLES = {"writer": write_for_ever, "shipper": ship}
+_ROLES: dict[str, Callable[..., None]] = {"writer": write_for_ever, "shipper": ship}
 
 
 class Nursery:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_prompt_shorter_than_a_block_has_no_hash_but_a_length() -> None:
 def test_a_block_is_a_small_part_of_the_prefix_before_it() -> None:
     ends = BlockLadder.graded().ends_bytes
     assert ends[:3] == (256, 512, 768) and ends[-1] == 32 * 1024 * 1024
-    steps = [(start, end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    steps = [(start, end - start) for start, end in pairwise(ends)]
     assert all(step == 256 for start, step in steps if start < 8_192)
     assert all(step <= start / 8 for start, step in steps if start >= 8_192)
 

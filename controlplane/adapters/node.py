@@ -1,0 +1,166 @@
+"""One node of the gateway: what has to be there before its processes start, and the processes themselves.
+
+Owns: the checks and first steps of `inferplane serve` (folders, database, embedded Redis, port, the first key) and the
+list of children. Does not own: how children are kept alive (`processes`), or what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from billing.adapters import sql
+from controlplane.adapters.embedded import EmbeddedRedis
+from controlplane.adapters.key_secret import load_pepper
+from controlplane.adapters.keys_sql import KeyStore
+from controlplane.adapters.processes import Child
+from controlplane.adapters.tenancy_records import KeyWish
+from controlplane.config import Settings
+from controlplane.errors import ConfigError
+from controlplane.tenancy import Scope
+
+# Pending connections that the kernel keeps for a busy gateway.
+_BACKLOG = 4_096
+# A gateway process that dies this soon after its first start will not live the next time either.
+_ESSENTIAL_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstKey:
+    """The key that was made because there was none: shown once."""
+
+    secret: str
+    org: str
+    project: str
+
+
+def prepare_folders(settings: Settings) -> Path:
+    """Make the data folders; returns the fresh run folder (sockets, metrics files). Raises ConfigError."""
+    run_dir = settings.data_dir / "run"
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        settings.spool_dir.mkdir(mode=0o700, exist_ok=True)
+        for folder in (run_dir, run_dir / "metrics", run_dir / "siblings"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        for stale in (run_dir / "metrics").glob("*.db"):
+            stale.unlink()
+    except OSError as error:
+        raise ConfigError(f"data_dir {settings.data_dir} cannot be used: {error.strerror}.") from error
+    free = shutil.disk_usage(settings.data_dir).free
+    if free < _MIN_FREE_BYTES:
+        raise ConfigError(
+            f"data_dir {settings.data_dir} has {free // 1_048_576} MiB free; at least "
+            f"{_MIN_FREE_BYTES // 1_048_576} MiB are needed for the usage spool and the database."
+        )
+    return run_dir
+
+
+# Less than this and the spool would be full within minutes of ordinary traffic.
+_MIN_FREE_BYTES = 64 * 1_048_576
+
+
+def prepare_database(settings: Settings) -> None:
+    """Bring the embedded SQLite file up to date; for another database only check it. Raises ConfigError."""
+    if settings.database_url:
+        sql.require_current(settings.sql_url)
+    else:
+        sql.upgrade(settings.sql_url)
+
+
+def first_key(settings: Settings) -> FirstKey | None:
+    """On an empty database make an org, a project and a key, so that one command is enough to try an engine."""
+    engine = sql.engine(settings.sql_url)
+    try:
+        store = KeyStore(engine, load_pepper(settings), actor="serve")
+        if store.list_orgs().items:
+            return None
+        org = store.create_org("default").record
+        project = store.create_project(org.org_id, "default").record
+        wish = KeyWish(name="first key", scopes=tuple(scope.value for scope in Scope))
+        made = store.create_key(project.project_id, wish)
+        assert made.secret is not None
+        return FirstKey(made.secret, "default", "default")
+    finally:
+        engine.dispose()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket that all gateway processes share. Raises ConfigError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"port {port} on {host} cannot be used: {error.strerror}. Stop what listens there, or name another port."
+        ) from error
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    sock.set_inheritable(True)
+    return sock
+
+
+def embedded_redis(settings: Settings) -> EmbeddedRedis | None:
+    """The embedded Redis, started, where the settings name none."""
+    if settings.redis_url.get_secret_value():
+        return None
+    server = EmbeddedRedis(settings.data_dir / "redis")
+    server.start()
+    return server
+
+
+def write_endpoints(settings: Settings, urls: Sequence[str]) -> Path:
+    """`--engine URL` as an endpoints file in the data folder."""
+    path = settings.data_dir / "engines.json"
+    path.write_text(json.dumps([{"id": f"engine-{n}", "url": url} for n, url in enumerate(urls, 1)], indent=1))
+    return path
+
+
+def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, str]:
+    """The environment of the node's processes: the final settings, and where metrics files go."""
+    env = {
+        "INFERPLANE_DATA_DIR": str(settings.data_dir.resolve()),
+        "INFERPLANE_DATABASE_URL": settings.sql_url if settings.database_url else "",
+        "INFERPLANE_REDIS_URL": redis_url,
+        "INFERPLANE_NODE": settings.node or socket.gethostname(),
+        "INFERPLANE_RUN_DIR": str(run_dir.resolve()),
+        "INFERPLANE_WORKERS": str(settings.workers),
+        "PROMETHEUS_MULTIPROC_DIR": str((run_dir / "metrics").resolve()),
+    }
+    if settings.endpoints_file is not None:
+        env["INFERPLANE_ENDPOINTS_FILE"] = str(settings.endpoints_file.resolve())
+    return env
+
+
+def gateway_children(settings: Settings, sock: socket.socket, env: dict[str, str], log: Path | None) -> list[Child]:
+    """The gateway processes and the shipper of a node."""
+    me = [sys.executable, "-m", "controlplane"]
+    stop_s = settings.drain_timeout_s + settings.drain_lead_s + 10.0
+    children = [
+        Child(
+            name=f"gateway {n}",
+            argv=[*me, "gateway-process", "--fd", str(sock.fileno())],
+            env=env,
+            pass_fds=(sock.fileno(),),
+            stop_timeout_s=stop_s,
+            log=log,
+            essential_s=_ESSENTIAL_S,
+        )
+        for n in range(1, settings.workers + 1)
+    ]
+    ship = Child(name="shipper", argv=[*me, "ship"], env=env, log=log, stop_timeout_s=15.0, essential_s=_ESSENTIAL_S)
+    return [ship, *children]
+
+
+def new_incarnation() -> str:
+    """A name for one start of one process."""
+    return f"{os.getpid()}-{secrets.token_hex(6)}"

@@ -1,0 +1,124 @@
+"""`inferplane serve` and the process it starts per worker.
+
+Owns: options, what is said at the start, exit codes. Does not own: the steps (`node`), the children (`processes`), or
+the gateway (`app`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `serve` and the hidden `gateway-process`."""
+    app.command("serve")(serve)
+    app.command("gateway-process", hidden=True)(gateway_process)
+
+
+def serve(
+    *,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", help="URL of an engine; repeat for more. Enough to try one.")
+    ] = None,
+    endpoints: Annotated[
+        Path | None, typer.Option("--endpoints", help="File of engines, re-read when it changes.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Gateway processes that share the port.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of everything embedded.")] = None,
+    access_log: Annotated[str | None, typer.Option(help="`-` standard output, empty off, else a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was started as one JSON line.")] = False,
+) -> None:
+    """Run the gateway of this node: OpenAI-compatible API, admin API, health and metrics."""
+    from controlplane.adapters import node
+    from controlplane.adapters.processes import Supervisor
+    from controlplane.config import load_settings
+    from controlplane.errors import GatewayError
+
+    chosen = {
+        "endpoints_file": endpoints, "host": host, "port": port, "workers": workers, "data_dir": data_dir,
+        "access_log": access_log,
+    }  # fmt: skip
+    supervisor = Supervisor(say=lambda line: typer.echo(line, err=True))
+    redis_server = None
+    try:
+        settings = load_settings({name: value for name, value in chosen.items() if value is not None})
+        if engine and settings.endpoints_file is not None:
+            typer.echo("Give --engine or --endpoints, not both.", err=True)
+            raise typer.Exit(2)
+        run_dir = node.prepare_folders(settings)
+        if engine:
+            settings = settings.model_copy(update={"endpoints_file": node.write_endpoints(settings, engine)})
+        if settings.endpoints_file is None:
+            typer.echo("No engine: give --engine URL or --endpoints FILE.", err=True)
+            raise typer.Exit(2)
+        node.prepare_database(settings)
+        first = node.first_key(settings)
+        sock = node.listen(settings.host, settings.port)
+        redis_server = node.embedded_redis(settings)
+        redis_url = redis_server.url if redis_server is not None else settings.redis_url.get_secret_value()
+        supervisor.install_signals()
+        for child in node.gateway_children(settings, sock, node.child_env(settings, redis_url, run_dir), None):
+            supervisor.start(child)
+        url = f"http://{settings.host}:{sock.getsockname()[1]}"
+        _announce({"url": url, "key": first.secret if first else None}, as_json)
+        status = supervisor.run()
+    except GatewayError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    finally:
+        supervisor.stop()
+        if redis_server is not None:
+            redis_server.stop()
+    raise typer.Exit(status)
+
+
+def _announce(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(f"Gateway:  {facts['url']}/v1", err=True)
+    if facts["key"]:
+        typer.echo(f"API key:  {facts['key']}   (shown this once; org and project 'default', all scopes)", err=True)
+    typer.echo(f"Health:   {facts['url']}/readyz   metrics: {facts['url']}/metrics   Ctrl-C stops.", err=True)
+
+
+def gateway_process(fd: Annotated[int, typer.Option("--fd", help="The listening socket, inherited.")]) -> None:
+    """One gateway process; started by `serve`."""
+    import asyncio
+    import gc
+    import logging
+    import socket
+    import sys
+
+    import uvloop
+
+    from controlplane.adapters.gateway_server import ServerOptions, build_server
+    from controlplane.adapters.node import new_incarnation
+    from controlplane.app import Gateway, ProcessFacts
+    from controlplane.config import Settings, run_dir
+    from controlplane.errors import GatewayError
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    settings = Settings()
+    try:
+        gateway = Gateway(settings, ProcessFacts(new_incarnation(), run_dir(), settings.node))
+    except GatewayError as error:
+        sys.exit(str(error))
+    server = build_server(
+        gateway, ServerOptions(gateway.drain, settings.drain_lead_s, settings.drain_timeout_s, "warning")
+    )
+    sock = socket.socket(fileno=fd)
+    # Measured on a pass-through of this shape: fewer full collections take the p99 at 64 connections from 52 to 12 ms
+    # (performance notes): the start-up heap leaves the collector's sight, and its thresholds rise.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve(sockets=[sock]))
+    sys.exit(0 if server.started else 1)

@@ -1,0 +1,151 @@
+"""From a decision of the limits to what a client is told, and what happens while the store of limits is gone.
+
+Owns: the facts of a refusal (status, message, type, code, wait, retry or not), the values of the rate limit headers,
+and the outage policy per tenant class. Does not own: the arithmetic (`rate_limit`), the shape of the error body
+(`adapters.openai_wire`), or who belongs to which class (the caller says). Reference: gateway.md 2.1, 2.2, 2.12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from controlplane.rate_limit import Admitted, Cost, LimitView, RefusalReason, Refused, Ticket
+from controlplane.tenancy import Dimension, Limit
+
+# How each dimension is called in a message, and the `type` of its error object (gateway.md 2.1: requests or tokens).
+_NAMES = {
+    Dimension.REQUESTS: "Request",
+    Dimension.INPUT_TOKENS: "Input token",
+    Dimension.OUTPUT_TOKENS: "Output token",
+    Dimension.CONCURRENCY: "Concurrency",
+}
+_TYPES = {
+    Dimension.REQUESTS: "requests",
+    Dimension.INPUT_TOKENS: "tokens",
+    Dimension.OUTPUT_TOKENS: "tokens",
+    Dimension.CONCURRENCY: "requests",
+}
+# Periods that have a name; others are told in seconds.
+_PERIODS = {1: "second", 60: "minute", 3_600: "hour", 86_400: "day"}
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalFacts:
+    """What the client is told. `retry_after_s` None: waiting does not help. `should_retry` becomes `x-should-retry`."""
+
+    status: int
+    message: str
+    type: str
+    code: str
+    retry_after_s: float | None
+    should_retry: bool
+
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """`retry-after` (whole seconds >= 1) and `retry-after-ms` where waiting helps, else `x-should-retry: false`."""
+        if not self.should_retry:
+            return (("x-should-retry", "false"),)
+        if self.retry_after_s is None:
+            return ()
+        return (
+            ("retry-after", str(max(1, math.ceil(round(self.retry_after_s, 6))))),
+            ("retry-after-ms", str(max(1, math.ceil(round(self.retry_after_s * 1_000, 3))))),
+        )
+
+
+def refusal_facts(refused: Refused) -> RefusalFacts:
+    """The facts of a refusal by a limit (429) or for want of the store (503)."""
+    if refused.reason is RefusalReason.STORE_UNAVAILABLE or refused.limit is None:
+        message = "Rate limits cannot be checked at the moment, so the request was not accepted. Please try again."
+        return RefusalFacts(503, message, "server_error", "limits_unavailable", refused.retry_after_s, True)
+    limit = refused.limit
+    kind = _TYPES[limit.dimension]
+    if refused.reason is RefusalReason.TOO_LARGE:
+        message = (
+            f"{limit_sentence(limit)} can never admit this request; {refused.needed} needed, {refused.left} at most."
+        )
+        return RefusalFacts(429, message, kind, "rate_limit_exceeded", None, False)
+    message = f"{limit_sentence(limit)} reached; {refused.needed} needed, {refused.left} left."
+    waitable = refused.retry_after_s is not None
+    return RefusalFacts(429, message, kind, "rate_limit_exceeded", refused.retry_after_s, waitable)
+
+
+def limit_sentence(limit: Limit) -> str:
+    """The limit in words, e.g. "Input token limit of 1000 per minute for model m"."""
+    of = f" for model {limit.model}" if limit.model is not None else ""
+    if limit.dimension is Dimension.CONCURRENCY:
+        return f"Concurrency limit of {limit.amount} requests in flight{of}"
+    period = _PERIODS.get(limit.period_s, f"{limit.period_s} seconds")
+    return f"{_NAMES[limit.dimension]} limit of {limit.amount} per {period}{of}"
+
+
+def limit_headers(view: LimitView) -> tuple[tuple[str, str], ...]:
+    """The `x-ratelimit-*` headers of an answer; nothing for a kind that has no limit."""
+    rows = (
+        ("requests", view.limit_requests, view.remaining_requests, view.reset_requests_s),
+        ("tokens", view.limit_tokens, view.remaining_tokens, view.reset_tokens_s),
+    )
+    headers: list[tuple[str, str]] = []
+    for kind, limit, remaining, reset_s in rows:
+        if limit is None or remaining is None:
+            continue
+        headers.append((f"x-ratelimit-limit-{kind}", str(limit)))
+        headers.append((f"x-ratelimit-remaining-{kind}", str(max(0, remaining))))
+        if reset_s is not None:
+            headers.append((f"x-ratelimit-reset-{kind}", duration(reset_s)))
+    return tuple(headers)
+
+
+def duration(seconds: float) -> str:
+    """A duration as the hosted API writes it (and Go prints it): 120ms, 1s, 59.28s, 6m0s, 1h0m0s. Rounded up to 1 ms."""
+    ms = max(0, math.ceil(round(seconds * 1_000, 3)))
+    if ms == 0:
+        return "0s"
+    if ms < 1_000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    second = f"{ms / 1_000:.3f}".rstrip("0").rstrip(".") + "s"
+    if hours:
+        return f"{hours}h{minutes}m{second}"
+    return f"{minutes}m{second}" if minutes else second
+
+
+class OutagePolicy(StrEnum):
+    """What happens to a tenant's requests while the store of limits does not answer and the leases are spent."""
+
+    REFUSE = "refuse"
+    ALLOW = "allow"
+    """Serve without limits: only for tenants whose use is bounded otherwise (a dedicated deployment)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutagePolicies:
+    """The declared policy per tenant class; a class that is not named gets `default` (DESIGN 4.2: refuse)."""
+
+    default: OutagePolicy = OutagePolicy.REFUSE
+    by_class: Mapping[str, OutagePolicy] = field(default_factory=dict)
+
+    def of(self, tenant_class: str | None) -> OutagePolicy:
+        """The policy of a class; None: the default."""
+        return self.default if tenant_class is None else self.by_class.get(tenant_class, self.default)
+
+    def summary(self) -> str:
+        """One line for `/readyz`, e.g. "refuse, dedicated: allow"."""
+        return ", ".join(
+            [self.default.value, *(f"{name}: {self.by_class[name].value}" for name in sorted(self.by_class))]
+        )
+
+
+def after_outage(
+    decision: Admitted | Refused, cost: Cost, policies: OutagePolicies, tenant_class: str | None
+) -> Admitted | Refused:
+    """Apply the outage policy to a decision: only a refusal for want of the store can change, into an admission that
+    takes nothing from any limit (its ticket settles nothing)."""
+    if isinstance(decision, Admitted) or decision.reason is not RefusalReason.STORE_UNAVAILABLE:
+        return decision
+    if policies.of(tenant_class) is OutagePolicy.REFUSE:
+        return decision
+    return Admitted(Ticket(cost, []), decision.view)

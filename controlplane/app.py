@@ -1,0 +1,322 @@
+"""The composition root of a gateway process: builds the adapters, hands them to the cores, answers HTTP.
+
+Owns: which adapter stands behind which port, the order of start and stop, and what makes the process ready. Does not
+own: any rule. It is the only module of the package that sees everything, and the only one that hands a performance
+model to the request path (engine speeds for the router's seconds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import redis.asyncio
+import uuid_utils
+
+from billing.adapters import sql
+from billing.adapters.price_feed import PriceFeed
+from billing.adapters.shipper_status import STATUS_STALE_S, read_status
+from billing.adapters.usage_sql import SqlReports
+from controlplane.adapters.admin_http import AdminDeps, build_admin_app
+from controlplane.adapters.admin_prices import SqlPrices
+from controlplane.adapters.catalog_sql import CatalogStore
+from controlplane.adapters.decisions_redis import RedisDecisions
+from controlplane.adapters.engine_http import EngineClient
+from controlplane.adapters.fleet import EngineFleet, FleetDeps
+from controlplane.adapters.key_feed import FeedOptions, KeyFeed, RedisAnnouncer
+from controlplane.adapters.key_secret import load_pepper
+from controlplane.adapters.keys_sql import KeyStore
+from controlplane.adapters.limits_redis import RedisLimits
+from controlplane.adapters.openai_http import OpenAiEdge, OpenAiRoutes, RoutesConfig, RoutesDeps
+from controlplane.adapters.ops_http import OpsRoutes, Readiness
+from controlplane.adapters.spool import Spool, SpoolSettings
+from controlplane.adapters.telemetry import Telemetry
+from controlplane.config import Settings, engine_secret
+from controlplane.ports import Deadlines, ModelFacts, Ports
+from controlplane.serve import Path
+from controlplane.tenancy import Principal
+from perfmodel.adapters.catalog import load_catalog
+from perfmodel.errors import PerfModelError
+from perfmodel.step_time import engine_speed
+from router.adapters.discovery import Discovery, EngineProbe, HealthWatch
+from router.adapters.siblings import Siblings
+from router.blocks import BlockHasher
+from router.endpoints import Endpoint, EngineSpeed
+from router.route import Router, RouterConfig
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+_log = logging.getLogger(__name__)
+# How late a gateway may learn of a new price book.
+_PRICE_REFRESH_S = 1.0
+# How often buffered access lines are written and gauges refreshed.
+_TICK_S = 0.25
+
+
+class SystemClock:
+    """The `Clock` port on this machine's clocks."""
+
+    monotonic_s = staticmethod(time.monotonic)
+    monotonic_ns = staticmethod(time.monotonic_ns)
+    unix_ns = staticmethod(time.time_ns)
+
+    @staticmethod
+    def event_id() -> str:
+        """A UUIDv7 in 32 hex digits."""
+        return uuid_utils.uuid7().hex
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What the parent process decided for this one."""
+
+    incarnation: str
+    """New for every start of a process: names its spool folder and its share of limits."""
+    run_dir: Any
+    """Folder of sockets and metrics files that the node's processes share."""
+    node: str
+
+
+class Gateway:
+    """One gateway process as an ASGI application. Mutable: its parts live from `start` to `stop`."""
+
+    def __init__(self, settings: Settings, facts: ProcessFacts) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._draining = False
+        pepper = load_pepper(settings)
+        redis_url = settings.redis_url.get_secret_value()
+        clock = SystemClock()
+        self._engine = sql.engine(settings.sql_url)
+        self._prices = PriceFeed(self._engine, _PRICE_REFRESH_S)
+        self._feed = KeyFeed(
+            settings.sql_url,
+            pepper,
+            FeedOptions(
+                interval_s=settings.feed_interval_s,
+                grace_s=settings.key_grace_s,
+                redis_url=settings.redis_url,
+            ),
+        )
+        self._limits = RedisLimits(redis_url, facts.incarnation)
+        self._spool = Spool(SpoolSettings(settings.spool_dir, facts.node, facts.incarnation, settings.spool_max_bytes))
+        self._redis = redis.asyncio.Redis.from_url(redis_url, socket_timeout=1.0, socket_connect_timeout=1.0)
+        self._decisions = RedisDecisions(self._redis)
+        self._client = EngineClient()
+        config = RouterConfig(share=True)
+        self._router = Router(config)
+        self._siblings = Siblings(self._router, facts.run_dir / "siblings")
+        probe = EngineProbe(engine_secret)
+        self._discovery = Discovery(
+            settings.endpoints_file if settings.endpoints_file is not None else (),
+            self._set_endpoints,
+            probe,
+            poll_s=settings.endpoints_poll_s,
+            report=_log.warning,
+        )
+        self._health = HealthWatch(self._router.broken, self._router.health, probe)
+        names = FeedNames(self._feed, settings.default_max_output_tokens)
+        fleet = EngineFleet(
+            FleetDeps(
+                router=self._router,
+                hasher=BlockHasher(pepper, config.ladder),
+                client=self._client,
+                names=names,
+                decisions=self._decisions,
+                monotonic_s=clock.monotonic_s,
+                dice=random.random,
+                engine_key=engine_secret,
+            ),
+            settings.default_max_output_tokens,
+        )
+        self._telemetry = Telemetry(
+            facts.run_dir / "metrics", settings.access_log, lambda name: fleet.model(name) is not None
+        )
+        edge = OpenAiEdge()
+        path = Path(
+            Ports(fleet, self._limits, self._spool, edge, clock, self._prices.version_at),
+            _deadlines(settings),
+            facts.node,
+        )
+        self._routes = OpenAiRoutes(
+            RoutesDeps(path, edge, self._feed, clock, self._telemetry, lambda who: self._models(who, names)),
+            RoutesConfig(pepper, self._feed.allowed_age_s, settings.max_body_bytes, settings.idle_timeout_s),
+        )
+        self._ops = OpsRoutes(self._readiness, self._telemetry.render)
+        announcer = RedisAnnouncer(settings.redis_url) if redis_url else None
+        store = KeyStore(self._engine, pepper, announce=announcer)
+        self._admin = build_admin_app(
+            AdminDeps(
+                store=store,
+                catalog=CatalogStore(store.db),
+                feed=self._feed,
+                pepper=pepper,
+                reports=SqlReports(self._engine),
+                prices=SqlPrices(store.db),
+                decisions=self._decisions,
+            )
+        )
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """The ASGI entry: the data plane first, everything else is the framework's."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        path = scope["path"]
+        if self._routes.serves(path):
+            await self._routes(scope, receive, send)
+        elif self._ops.serves(path):
+            await self._ops(scope, send)
+        else:
+            await self._admin(scope, receive, send)
+
+    def drain(self) -> None:
+        """From now on `/readyz` answers 503; requests are still served."""
+        self._draining = True
+
+    async def start(self) -> None:
+        """Bring the parts up, the ones that others stand on first."""
+        await self._feed.start()
+        await self._prices.start()
+        await self._limits.start()
+        await self._spool.start()
+        await self._decisions.start()
+        await self._siblings.start()
+        await self._discovery.start()
+        await self._health.start()
+        self._ticker = asyncio.create_task(self._tick(), name="telemetry")
+
+    async def stop(self) -> None:
+        """Stop in the opposite order; the spool is flushed and synced before this returns."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        await self._health.stop()
+        await self._discovery.stop()
+        await self._siblings.stop()
+        await self._client.aclose()
+        await self._limits.aclose()
+        await self._spool.aclose()
+        await self._decisions.stop()
+        await self._redis.aclose()
+        await self._feed.stop()
+        await self._prices.stop()
+        self._engine.dispose()
+        self._telemetry.flush()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self.start()
+                except Exception as error:
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    return
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    def _set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        self._router.set_endpoints([modelled_speed(each) for each in endpoints], time.monotonic())
+
+    async def _tick(self) -> None:
+        metrics = self._telemetry.metrics
+        pid = str(self._facts.incarnation)
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._telemetry.flush()
+            feed, spool = self._feed.state(), self._spool.state()
+            metrics.health.labels("sql", pid).set(feed.answering)
+            metrics.health.labels("redis", pid).set(self._limits.state().answering)
+            metrics.gauges.labels("key_snapshot_age_s").set(feed.age_s)
+            metrics.gauges.labels("key_epoch_count").set(feed.epoch)
+            metrics.gauges.labels("spool_bytes").set(spool.node_bytes)
+            metrics.gauges.labels("spool_open_count").set(spool.open_count)
+            metrics.gauges.labels("prefix_index_bytes").set(self._router.index_bytes)
+
+    def _models(self, who: Principal, names: FeedNames) -> list[str]:
+        known = names.names() | self._router.models
+        return sorted(name for name in known if who.models is None or name in who.models)
+
+    def _readiness(self) -> Readiness:
+        feed, spool, limits = self._feed.state(), self._spool.state(), self._limits.state()
+        blockers = []
+        if self._draining:
+            blockers.append("draining")
+        if feed.grace_left_s <= 0:
+            blockers.append("keys cannot be checked: the database has not answered for longer than the grace")
+        if not spool.accepting:
+            blockers.append(spool.reason or "the usage spool takes no records")
+        if not self._router.models:
+            blockers.append("no engine serves a model yet")
+        shipper = read_status(self._settings.spool_dir)
+        alive = shipper is not None and time.time_ns() - shipper.updated_ns < STATUS_STALE_S * 1e9
+        engines = [
+            {"id": each.endpoint.endpoint_id, "breaker": each.breaker.value, "drain": each.endpoint.drain}
+            for each in self._router.status(time.monotonic())
+        ]
+        parts = {
+            "keys": {**asdict(feed), "age_s": min(feed.age_s, 1e9)},
+            "limits": asdict(limits),
+            "spool": asdict(spool),
+            "shipper": {"alive": alive, **(asdict(shipper) if shipper is not None else {})},
+            "engines": engines,
+            "endpoints_file": self._discovery.fault,
+        }
+        return Readiness(tuple(blockers), parts)
+
+
+class FeedNames:
+    """The operator's model names out of the key feed."""
+
+    def __init__(self, feed: KeyFeed, default_max_output_tokens: int) -> None:
+        self._feed = feed
+        self._default = default_max_output_tokens
+
+    def alias(self, name: str) -> ModelFacts | None:
+        """What a name stands for; None when the operator did not name it."""
+        found = self._feed.models.get(name)
+        if found is None:
+            return None
+        return ModelFacts(found.served, found.default_max_output_tokens or self._default)
+
+    def names(self) -> frozenset[str]:
+        """Every name."""
+        return frozenset(self._feed.models)
+
+
+def _deadlines(settings: Settings) -> Deadlines:
+    return Deadlines(
+        settings.connect_timeout_s, settings.first_byte_timeout_s, settings.idle_timeout_s, settings.total_timeout_s
+    )
+
+
+def modelled_speed(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with the performance model's speed, where it names an accelerator and model that the model knows.
+
+    An endpoint without is learned from its traffic.
+    """
+    if endpoint.speed is not None or not endpoint.accelerator or len(endpoint.models) != 1:
+        return endpoint
+    catalog = load_catalog()
+    try:
+        shape = catalog.shape(endpoint.accelerator, next(iter(endpoint.models)), 1)
+        facts = engine_speed(shape, catalog.efficiency)
+    except PerfModelError:
+        return endpoint
+    speed = EngineSpeed(
+        facts.prefill_tok_per_s, facts.prefill_overhead_s, facts.decode_s_per_token, facts.kv_capacity_tokens
+    )
+    return replace(endpoint, speed=speed)

@@ -1,0 +1,158 @@
+"""The command of this package: `engine-sim`, a simulated vLLM engine on a port.
+
+Owns: its options, what is printed and the exit codes (0 after SIGTERM, 1 when the port is taken, 2 for a bad value).
+Does not own: the server (`engine_server`) or the catalogue (`catalog`), which are imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perfmodel.adapters.engine_server import ServerConfig
+    from perfmodel.memory import EngineShape
+
+
+def register(app: typer.Typer) -> None:
+    """Add this package's commands to the root command."""
+    app.command("engine-sim")(engine_sim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The command line."""
+
+    arch: str
+    hardware: str
+    tensor_parallel: int
+    dtype: str
+    model: str | None
+    host: str
+    port: int
+    block_size: int
+    num_gpu_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    max_waiting: int
+    output_mean_tokens: float | None
+    speed: float
+    seed: int
+    kv_events: bool
+    kv_events_port: int
+    kv_replay_port: int
+    drain_s: float
+
+
+def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
+    *,
+    arch: Annotated[str, typer.Option(help="Model of the catalogue that is simulated.")] = "Llama-3.1-8B",
+    hardware: Annotated[str, typer.Option(help="Device of the catalogue that it runs on.")] = "H100-SXM-80GB",
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Weights: bf16 or fp8.")] = "bf16",
+    model: Annotated[str | None, typer.Option(help="Served name. Default: the value of --arch.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
+    num_gpu_blocks_override: Annotated[
+        int | None, typer.Option(help="KV blocks. Default: what fits beside the weights.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 8192,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens. Default: the model's, or what the cache holds.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 503.")] = 1024,
+    output_mean_tokens: Annotated[
+        float | None,
+        typer.Option(help="Mean length of answers that nothing cuts; 0: answers end by their limit only."),
+    ] = 256,
+    speed: Annotated[float, typer.Option(help="Seconds of the model that pass in one real second.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Decides ids, answers and their lengths.")] = 0,
+    kv_events: Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV events on ZMQ.")] = True,
+    kv_events_port: Annotated[int, typer.Option(help="Port of the events; 0 takes a free one.")] = 0,
+    kv_replay_port: Annotated[int, typer.Option(help="Port of the replay socket; 0 takes a free one.")] = 0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print where it listens as one JSON line.")] = False,
+) -> None:
+    """Run a simulated engine that speaks vLLM's HTTP API, metrics and KV events."""
+    from perfmodel.errors import ConfigError
+
+    options = _Options(
+        arch, hardware, tensor_parallel, dtype, model, host, port, block_size, num_gpu_blocks_override, max_num_seqs,
+        max_num_batched_tokens, max_model_len, max_waiting, output_mean_tokens or None, speed, seed, kv_events,
+        kv_events_port, kv_replay_port, drain_s,
+    )  # fmt: skip
+    try:
+        shape, config = _configured(options)
+        _serve(shape, config, as_json)
+    except ConfigError as fault:
+        typer.echo(f"engine-sim: {fault}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as fault:
+        typer.echo(f"engine-sim: cannot listen on {host}:{port}: {fault.strerror or fault}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
+    """The engine and its server. Raises ConfigError."""
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.engine_clock import ClockConfig
+    from perfmodel.adapters.engine_server import ServerConfig
+    from perfmodel.adapters.kv_publisher import PublisherConfig
+    from perfmodel.errors import ConfigError
+    from perfmodel.memory import kv_capacity_tokens
+    from perfmodel.scheduler import EngineConfig
+    from perfmodel.workload import OutputLaw
+
+    for name, value in (("block-size", options.block_size), ("max-num-batched-tokens", options.max_num_batched_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    if not options.drain_s >= 0:
+        raise ConfigError(f"drain-s is {options.drain_s}; expected 0 or more")
+    for name, value in (("kv-events-port", options.kv_events_port), ("kv-replay-port", options.kv_replay_port)):
+        if not 0 <= value <= 65535:
+            raise ConfigError(f"{name} is {value}; expected 0 to 65535")
+    shape = load_catalog().shape(options.hardware, options.arch, options.tensor_parallel, options.dtype)
+    blocks = options.num_gpu_blocks
+    if blocks is None:
+        blocks = kv_capacity_tokens(shape, max_batched_tokens=options.max_num_batched_tokens) // options.block_size
+    longest = options.max_model_len
+    if longest is None:
+        longest = min(shape.architecture.max_context_tokens, (blocks - 1) * options.block_size)
+    served = options.model or options.arch
+    events = None
+    if options.kv_events:
+        topic = f"kv@{options.host}@{served}"
+        events = PublisherConfig(options.host, topic, options.kv_events_port, options.kv_replay_port)
+    return shape, ServerConfig(
+        model=served,
+        root=shape.architecture.name,
+        host=options.host,
+        port=options.port,
+        max_model_tokens=longest,
+        engine=EngineConfig(
+            block_count=blocks,
+            block_size_tokens=options.block_size,
+            max_batched_tokens=options.max_num_batched_tokens,
+            max_sequence_count=options.max_num_seqs,
+            max_waiting_count=options.max_waiting,
+            seed=options.seed,
+            output_law=OutputLaw(options.output_mean_tokens),
+            record_kv_events=options.kv_events,
+        ),
+        clock=ClockConfig(options.speed),
+        kv_events=events,
+        drain_s=options.drain_s,
+    )
+
+
+def _serve(shape: EngineShape, config: ServerConfig, as_json: bool) -> None:
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.engine_process import run_engine
+    from perfmodel.step_time import RooflineTiming
+
+    run_engine(config, RooflineTiming(shape, load_catalog().efficiency), as_json=as_json)
