@@ -197,7 +197,7 @@ def billed_tier(event: UsageEvent) -> str:
 
 
 def is_billable(event: UsageEvent) -> bool:
-    """Whether the event is charged at all: its request's billed attempt, and not one that failed before the first token."""
+    """Whether the event is charged: its request's billed attempt, and not one that failed before the first token."""
     close = event.close
     return close.billable and not (close.first_token_ns is None and close.outcome in _ENGINE_FAILED)
 

@@ -137,7 +137,7 @@ Leg = tuple[str, str, str]
 
 @dataclass(slots=True)
 class PostingTally:
-    """What the events (or corrections) that name a posting add up to. Fed one by one; keeps no event."""
+    """What the events (or corrections) that name a posting add up to. Mutable: fed one by one, keeps no event."""
 
     event_count: int = 0
     event_xor: int = 0
@@ -260,7 +260,7 @@ class EngineTokens:
 
 @dataclass(slots=True)
 class EngineTally:
-    """What the events say that an engine did. Estimated events are what the engine may know better."""
+    """What the events say that an engine did; estimated ones are left out. Mutable: fed one by one, keeps no event."""
 
     uncached_input_tokens: int = 0
     cached_input_tokens: int = 0

@@ -99,7 +99,7 @@ def limit_headers(view: LimitView) -> tuple[tuple[str, str], ...]:
 
 
 def duration(seconds: float) -> str:
-    """A duration as the hosted API writes it (and Go prints it): 120ms, 1s, 59.28s, 6m0s, 1h0m0s. Rounded up to 1 ms."""
+    """A duration as the hosted API writes it (Go's form): 120ms, 1s, 59.28s, 6m0s, 1h0m0s; rounded up to 1 ms."""
     ms = max(0, math.ceil(round(seconds * 1_000, 3)))
     if ms == 0:
         return "0s"

@@ -42,7 +42,7 @@ SLOT_LOCAL_NS = 3_600_000_000
 SURE_NS = 300_000_000
 # Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
 IDLE_NS = 400_000_000
-# Spending alone is reported, and the lease renewed, this often.
+# A lease in use is renewed, and what was spent of it reported, this often.
 RENEW_NS = 300_000_000
 # Slots are renewed this often (they end after 4 s).
 SLOT_RENEW_NS = 1_000_000_000
@@ -139,9 +139,13 @@ class Report:
 
 
 class Leases:
-    """Every lease of one process. Not thread-safe: one event loop owns it."""
+    """Every lease of one process. Not thread-safe: one event loop owns it.
 
-    def __init__(self, process_id: str) -> None:
+    Without `ahead` nothing is leased beyond the request that asks (a store that is in the process needs no leases).
+    """
+
+    def __init__(self, process_id: str, *, ahead: bool = True) -> None:
+        self._ahead = ahead
         self._process_id = process_id
         self._leases: dict[str, Lease] = {}
         self._active: list[Lease] = []
@@ -229,6 +233,7 @@ class Leases:
         ask = Ask(lease.limit, lease.id, need=need, want=want, held=lease.held() if lease.axis == SLOTS else 0)
         lease.left -= taken
         lease.pending += taken
+        lease.last_use_ns = now_ns
         self._activate(lease)
         return Part(lease, ask, amount, taken)
 
@@ -239,6 +244,7 @@ class Leases:
         for part, bucket in zip(plan.parts, reply.buckets, strict=True):
             lease = part.lease
             self._take_grant(lease, part.ask, bucket, sent_ns)
+            self._activate(lease)
             lease.pending -= part.taken
             if not reply.admitted:
                 if lease.id == part.ask.lease_id:
@@ -431,9 +437,10 @@ class Leases:
             return spare or (lease.held() > 0 and now_ns - lease.synced_ns >= SLOT_RENEW_NS) or self._low(lease)
         if lease.left and now_ns - lease.last_use_ns >= IDLE_NS:
             return True
-        if not lease.spent:
+        if not lease.spent and not lease.left:
             return False
-        return lease.small or self._low(lease) or now_ns - lease.synced_ns >= RENEW_NS
+        low = self._low(lease) and lease.spent > 0
+        return lease.small or low or now_ns - lease.synced_ns >= RENEW_NS
 
     @staticmethod
     def _low(lease: Lease) -> bool:
@@ -504,9 +511,11 @@ class Leases:
             self._activate(lease)
 
     def _activate(self, lease: Lease) -> None:
+        """Report on this lease from now on, also if it was forgotten while a request of it was still running."""
         if not lease.active:
             lease.active = True
             self._active.append(lease)
+            self._leases.setdefault(lease.limit.limit_id, lease)
 
     def _forget(self, now_ns: int) -> None:
         still = []
@@ -527,7 +536,7 @@ class Leases:
         return gone
 
     def _is_small(self, limit: Limit) -> bool:
-        return min(limit.amount, capacity_of(limit)) < SMALL_PER_PROCESS * self.process_count
+        return not self._ahead or min(limit.amount, capacity_of(limit)) < SMALL_PER_PROCESS * self.process_count
 
     @staticmethod
     def _wish(lease: Lease, tokens: int) -> int:

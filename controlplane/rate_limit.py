@@ -349,8 +349,7 @@ class Buckets:
 
     def _cap(self, limit: Limit, bucket: Bucket) -> None:
         """Restore level + out + pools <= burst: shrink the oldest pools first, then the level."""
-        room = limit.burst - bucket.out - bucket.level - (1 if bucket.fraction else 0)
-        over = sum(pool[1] for pool in bucket.pools) - room
+        over = sum(pool[1] for pool in bucket.pools) - (limit.burst - bucket.out - bucket.level)
         if bucket.pools and over > 0:
             bucket.generation = max(bucket.at_us, bucket.generation + 1)
             while bucket.pools and over > 0:
@@ -359,6 +358,11 @@ class Buckets:
                 over -= cut
                 if bucket.pools[0][1] == 0:
                     del bucket.pools[0]
+        self._top(limit, bucket)
+
+    @staticmethod
+    def _top(limit: Limit, bucket: Bucket) -> None:
+        """A full bucket keeps no fraction. Below the top, the pools' last token stands for it until it is whole."""
         cap = limit.burst - bucket.out
         if bucket.level >= cap:
             bucket.level, bucket.fraction = cap, 0
@@ -377,6 +381,8 @@ class Buckets:
         bucket.level -= ask.debt
         for generation, tokens in ask.credits:
             bucket.level += self._credit(bucket, generation, tokens)
+        if ask.limit.dimension is not Dimension.CONCURRENCY:
+            self._top(ask.limit, bucket)
         return bucket.generation if spent == ask.spent else 0
 
     def _pool(self, bucket: Bucket, spent: int) -> None:

@@ -66,7 +66,7 @@ class OutagePolicy(StrEnum):
     """What the limits of a tenant class do while the counter store is gone and the leases are spent (DESIGN 4.2)."""
 
     REFUSE = "refuse"
-    ADMIT = "admit"
+    ALLOW = "allow"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,10 @@ class Holdings:
         mark = self._ends.get(block)
         return None if mark is None else mark >> _DEPTH_BITS
 
+    def leaves(self) -> list[int]:
+        """The last block of every held path, least recently used first."""
+        return [block for block, mark in self._ends.items() if not mark & _HAS_CHILD]
+
     def path(self, block: int) -> list[int]:
         """The chain from the root to this block; empty where it is not held."""
         parents = self._parents
@@ -176,6 +180,8 @@ class Holdings:
 
     def _touch(self, block: int, depth: int, stamp_us: int) -> None:
         mark = self._ends.get(block, _HAS_CHILD)
+        if mark >> _DEPTH_BITS > stamp_us:
+            return  # old news
         self._ends[block] = stamp_us << _DEPTH_BITS | depth << 1 | (mark & _HAS_CHILD)
         self._ends.move_to_end(block)
 

@@ -17,7 +17,7 @@ That pays for copying a hot prefix to another engine once, moves no session that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, sqrt
 
@@ -485,7 +485,7 @@ class Router:
                 site.bytes_per_token += _REPORT_WEIGHT * (ratio - site.bytes_per_token)
             if report.cached_tokens is not None and ticket.held_ratio:
                 self._check_cached(site, ticket, report.cached_tokens / report.input_tokens)
-        first_token_s = ticket.first_token_s
+        first_token_s = ticket.first_token_s if ticket.streamed else None
         if site.endpoint.speed is None and first_token_s is not None and report.outcome is Ending.COMPLETED:
             self._learn_speed(site, ticket, report, (first_token_s, now_s))
 
@@ -573,6 +573,14 @@ class Router:
         if site is None or last_use_us is None:
             return None
         return PathNews(endpoint_id, 0, 0, site.holdings.path(leaf), last_use_us)
+
+    def whole_paths(self) -> Iterator[PathNews]:
+        """Every path that is held when its turn comes, for a sibling that has just started."""
+        leaves = [(name, leaf) for name, site in self._sites.items() for leaf in site.holdings.leaves()]
+        for endpoint_id, leaf in leaves:
+            path = self.whole_path(endpoint_id, leaf)
+            if path is not None:
+                yield path
 
     def forget_peer(self, peer: str) -> None:
         """A sibling is gone: its load no longer counts."""

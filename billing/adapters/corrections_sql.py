@@ -111,6 +111,8 @@ def _rows(connection: Connection, scope: Scope, last: str) -> list[Any]:
         _EVENT.c.event_id > last,
         _EVENT.c.billable,
         _EVENT.c.received_ns >= scope.from_ns,
+        # Nothing ends before it came in; this is the time that has an index.
+        _EVENT.c.ended_ns >= scope.from_ns,
         _EVENT.c.received_ns < scope.until_ns,
     )
     if scope.org_id is not None:

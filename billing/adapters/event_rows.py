@@ -7,7 +7,7 @@ Rows are made by attribute getters in C, because this runs once per event of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import orjson
@@ -30,8 +30,12 @@ COLUMNS = tuple(_COLUMN_OF.get(name, name) for name in (*_OPEN_FIELDS, *_CLOSE_F
 _of_open = attrgetter(*_OPEN_FIELDS)
 _of_close = attrgetter(*_CLOSE_FIELDS)
 _of_event = attrgetter(*_OWN_FIELDS)
-_OPEN_COLUMNS = tuple(_COLUMN_OF.get(name, name) for name in OPEN_KINDS)
+_open_values = itemgetter(*(_COLUMN_OF.get(name, name) for name in OPEN_KINDS))
+# The first field of a close, after the id that it shares with its open, is its outcome.
+_rest_of_close = itemgetter(*(name for name in CLOSE_KINDS if name != "outcome"))
 
+if next(iter(CLOSE_KINDS)) != "outcome":
+    raise ImportError("The outcome is no longer the first field of a close; from_row must follow.")
 # A field that the event gained and the table did not must fail here, at import, not lose data at run time.
 if set(COLUMNS) != set(table(UsageEventRow).columns.keys()):
     raise ImportError(f"usage_event and UsageEvent differ: {set(COLUMNS) ^ set(table(UsageEventRow).columns.keys())}")
@@ -49,9 +53,7 @@ def from_row(row: Mapping[str, Any]) -> UsageEvent:
 
     Raises ValueError when the row holds an outcome that does not exist.
     """
-    opened = UsageOpen(*(row[name] for name in _OPEN_COLUMNS))
-    values = {name: row[name] for name in _CLOSE_FIELDS}
-    values["outcome"] = Outcome(values["outcome"])
-    closed = UsageClose(event_id=opened.event_id, **values)
+    opened = UsageOpen(*_open_values(row))
+    closed = UsageClose(opened.event_id, Outcome(row["outcome"]), *_rest_of_close(row))
     extra = orjson.loads(row["extra"]) if row["extra"] else {}
     return UsageEvent(opened, closed, row["payload_hash"], row["amount_pico"], row["schema_version"], extra)

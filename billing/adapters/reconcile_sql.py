@@ -70,6 +70,8 @@ ROWS_PER_FETCH = 1_000
 WINDOW_S = 3_600
 # Differences that a report names; the rest is counted. A broken table must not fill the memory.
 MAX_NAMED = 1_000
+# What more than one pass comes upon.
+_SEEN_TWICE = frozenset({Kind.MISSING_EVENT, Kind.EXTRA_EVENT, Kind.ALTERED_EVENT})
 # Ids that a database is asked for at once.
 _IDS_PER_QUERY = 500
 # Sorts after every id.
@@ -109,10 +111,11 @@ class Report:
 
     def add(self, found: Sequence[Difference]) -> None:
         """Take differences in, each once: a missing event is seen by its posting and by its roll-up."""
+        if not found:
+            return
         known = {(one.kind, one.name) for one in self.differences}
         for one in found:
-            repeats = one.kind in {Kind.MISSING_EVENT, Kind.EXTRA_EVENT} and (one.kind, one.name) in known
-            if not repeats:
+            if one.kind not in _SEEN_TWICE or (one.kind, one.name) not in known:
                 self.difference_count += 1
                 if len(self.differences) < MAX_NAMED:
                     self.differences.append(one)
@@ -142,6 +145,7 @@ class _Run:
         self._report = report
         self._engines = [(source, EngineTally()) for source in options.engines]
         self._schedule: PriceSchedule = schedule(books_sql.read_books(connection))
+        self._hours: set[int] = set()
 
     def run(self) -> None:
         """Every check of the database, then the engines."""
@@ -176,6 +180,17 @@ class _Run:
 
     def _book(self, version: str | None) -> PriceBook | None:
         return self._schedule.book(version)
+
+    def _events(self, query: sa.Select[Any]) -> Iterator[tuple[StoredEvent, Any]]:
+        """Events with their rows. One that cannot be read is a difference, not the end of the check."""
+        for row in self._stream(query):
+            try:
+                stored = StoredEvent(from_row(row), row["currency"], row["posting_id"])
+            except ValueError as fault:
+                name, detail = str(row["event_id"]), f"The event cannot be read: {fault}."
+                self._report.add([Difference(Kind.ALTERED_EVENT, name, detail)])
+            else:
+                yield stored, row
 
     def _stream(self, query: sa.Select[Any]) -> Iterator[Any]:
         options = {"yield_per": ROWS_PER_FETCH}
@@ -214,8 +229,7 @@ class _Run:
 
     def _tally_events(self, low: str, high: str) -> dict[str, PostingTally]:
         tallies: dict[str, PostingTally] = {}
-        for row in self._stream(_between(_EVENT, low, high)):
-            stored = _event_of(row)
+        for stored, _ in self._events(_between(_EVENT, low, high)):
             charge = charge_of(stored, self._book)
             self._report.add(check_event(stored, charge, self._book))
             self._count(stored)
@@ -227,6 +241,7 @@ class _Run:
             correction, found = check_correction(stored, self._book)
             self._report.add(found)
             self._report.add_total(str(correction.after.currency), "events", stored.delta_pico)
+            self._hours.add(stored.event.event.close.ended_ns // NS_PER_S // WINDOW_S * WINDOW_S)
             tally = tallies.setdefault(stored.posting_id, PostingTally())
             tally.count(correction.event.event_id)
             tally.add_charge(correction.after, 1)
@@ -236,18 +251,18 @@ class _Run:
         about = ("posting_id", "price_version_from", "price_version_to", "delta_pico")
         columns = [_CORRECTION.c[name].label(f"correction_{name}") for name in about]
         query = sa.select(_EVENT, *columns).join(_CORRECTION, _CORRECTION.c.event_id == _EVENT.c.event_id)
-        for row in self._stream(query.where(*where)):
-            yield StoredCorrection(_event_of(row), *(row[f"correction_{name}"] for name in about))
+        for stored, row in self._events(query.where(*where)):
+            yield StoredCorrection(stored, *(row[f"correction_{name}"] for name in about))
 
     def _compare_unposted(self) -> None:
         """Events that say they have no posting: unpriced, not billable, or robbed of it."""
-        for row in self._stream(sa.select(_EVENT).where(_EVENT.c.posting_id.is_(None))):
-            stored = _event_of(row)
+        for stored, _ in self._events(sa.select(_EVENT).where(_EVENT.c.posting_id.is_(None))):
             self._report.add(check_event(stored, charge_of(stored, self._book), self._book))
             self._count(stored)
 
     def _count(self, stored: StoredEvent) -> None:
         self._report.event_count += 1
+        self._hours.add(stored.event.close.ended_ns // NS_PER_S // WINDOW_S * WINDOW_S)
         self._report.unpriced_event_count += stored.amount_pico is None
         self._report.estimated_event_count += stored.event.close.estimated
         if stored.amount_pico:
@@ -257,35 +272,20 @@ class _Run:
             if opened.endpoint == source.endpoint and source.incarnation in {None, opened.endpoint_incarnation}:
                 tally.add(stored.event)
 
-    def _windows(self) -> Iterator[int]:
-        """Starts (Unix s) of the hours in which there is an event, a correction or a roll-up row."""
-        start_s = -1
-        while True:
-            after_ns = start_s * NS_PER_S
-            firsts = (
-                self._connection.execute(
-                    sa.select(sa.func.min(_EVENT.c.ended_ns)).where(_EVENT.c.ended_ns >= after_ns)
-                ).scalar(),
-                self._connection.execute(
-                    sa.select(sa.func.min(_CORRECTION.c.ended_ns)).where(_CORRECTION.c.ended_ns >= after_ns)
-                ).scalar(),
-            )
-            minute_s = self._connection.execute(
-                sa.select(sa.func.min(_ROLLUP.c.minute_s)).where(_ROLLUP.c.minute_s >= start_s)
-            ).scalar()
-            seconds = [first // NS_PER_S for first in firsts if first is not None]
-            seconds += [minute_s] if minute_s is not None else []
-            if not seconds:
-                return
-            window = min(seconds) // WINDOW_S * WINDOW_S
-            yield window
-            start_s = window + WINDOW_S
+    def _windows(self) -> list[int]:
+        """Starts (Unix s) of the hours in which there is an event, a correction or a roll-up row.
+
+        Those of events were noted while they were streamed: no index answers that without another pass.
+        """
+        hour = _ROLLUP.c.minute_s - _ROLLUP.c.minute_s % WINDOW_S
+        self._hours.update(self._connection.execute(sa.select(hour).distinct()).scalars())
+        return sorted(self._hours)
 
     def _compare_rollups(self, start_s: int) -> None:
         low_ns, high_ns = start_s * NS_PER_S, (start_s + WINDOW_S) * NS_PER_S
         expected: dict[RollupKey, RollupSums] = {}
-        for row in self._stream(sa.select(_EVENT).where(_EVENT.c.ended_ns >= low_ns, _EVENT.c.ended_ns < high_ns)):
-            stored = _event_of(row)
+        in_hour = sa.select(_EVENT).where(_EVENT.c.ended_ns >= low_ns, _EVENT.c.ended_ns < high_ns)
+        for stored, _ in self._events(in_hour):
             key = key_of(stored.event, stored.currency)
             expected.setdefault(key, RollupSums()).add(RatedEvent(stored.event, charge_of(stored, self._book)))
         in_window = (_CORRECTION.c.ended_ns >= low_ns, _CORRECTION.c.ended_ns < high_ns)
@@ -350,10 +350,6 @@ def _head_of(row: Any) -> StoredPosting:
     return StoredPosting(
         row.posting_id, PostingKind(row.kind), row.org_id, row.currency, row.event_count, row.event_xor
     )
-
-
-def _event_of(row: Any) -> StoredEvent:
-    return StoredEvent(from_row(row), row["currency"], row["posting_id"])
 
 
 def _add(into: dict[RollupKey, RollupSums], more: dict[RollupKey, RollupSums]) -> None:

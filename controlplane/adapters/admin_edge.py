@@ -58,7 +58,7 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-class DeniedCall(Exception):  # noqa: N818 - carries an expected outcome through the framework, which knows only exceptions
+class DeniedCall(Exception):
     """A caller that may not: raised by a dependency, turned into an answer here."""
 
     def __init__(self, denied: Denied) -> None:
@@ -147,7 +147,9 @@ async def _on_http(request: Request, fault: Exception) -> Response:
         answer = error_response(405, f"{request.method} is not allowed for {request.url.path}.")
         answer.headers["allow"] = ", ".join(_methods_at(request))
         return answer
-    return error_response(fault.status_code, str(fault.detail))
+    if fault.status_code == 400:  # the framework's answer to a body that its parser cannot follow
+        return error_response(400, "The body is not valid JSON.")
+    return error_response(fault.status_code, f"{fault.detail}.")
 
 
 def _methods_at(request: Request) -> list[str]:

@@ -98,7 +98,7 @@ class TenantClassSet(Wish):
     """Make or change a tenant class."""
 
     name: Text
-    outage_policy: Text = Field(description="refuse or admit, once the counter store is gone and the leases are spent.")
+    outage_policy: Text = Field(description="refuse or allow, once the counter store is gone and the leases are spent.")
 
 
 class OrgView(BaseModel):

@@ -369,7 +369,7 @@ def limits_classes(*, database_url: DatabaseUrl = None, data_dir: DataDir = None
 def limits_set_class(
     name: str,
     *,
-    outage_policy: Annotated[str, typer.Option("--outage-policy", help="refuse or admit.")],
+    outage_policy: Annotated[str, typer.Option("--outage-policy", help="refuse or allow.")],
     database_url: DatabaseUrl = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,

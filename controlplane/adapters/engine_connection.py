@@ -83,8 +83,8 @@ class Connection(asyncio.Protocol):
         "_head_bytes",
         "_headers",
         "_parser",
-        "_reusable",
         "_pool",
+        "_reusable",
         "_started",
         "_timer",
         "_transport",
@@ -186,7 +186,8 @@ class Connection(asyncio.Protocol):
         except TimeoutError:
             raise EngineTimeout(self._endpoint_id, name, limit_s) from None
         finally:
-            self._waiter = None
+            if self._waiter is waiter:  # the connection may serve another exchange by the time this one resumes
+                self._waiter = None
 
     def _timer_fired(self) -> None:
         self._timer = None

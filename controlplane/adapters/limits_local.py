@@ -16,7 +16,7 @@ class InProcessLimits:
     """The port over a store in this process: for one process without Redis, and for the contract suite."""
 
     def __init__(self, process_id: str = "local") -> None:
-        self._leases = Leases(process_id)
+        self._leases = Leases(process_id, ahead=False)
         self._buckets = Buckets()
 
     def try_admit(self, limits: tuple[Limit, ...], cost: Cost, now_ns: int) -> Admitted | None:
@@ -24,12 +24,15 @@ class InProcessLimits:
         return self._leases.try_spend(limits, cost, now_ns) if limits else Admitted(Ticket(cost, []), NO_LIMITS)
 
     async def admit(self, limits: tuple[Limit, ...], cost: Cost, now_ns: int) -> Admitted | Refused:
-        """One attempt at the store; never waits."""
+        """One attempt at the store; never waits. What is held is told first: leases may have ended meanwhile."""
         self._report(now_ns)
         plan = self._leases.plan(limits, cost, now_ns)
         if isinstance(plan, Refused):
             return plan
-        return self._leases.merge(plan, self._buckets.attempt(plan.attempt, now_ns // 1_000), now_ns, now_ns)
+        reply = self._buckets.attempt(plan.attempt, now_ns // 1_000)
+        decision = self._leases.merge(plan, reply, now_ns, now_ns)
+        self._report(now_ns)
+        return decision
 
     def settle(self, ticket: Ticket, used: Cost, now_ns: int) -> None:
         """Settle and report at once."""

@@ -87,9 +87,13 @@ local function out_of(bucket)
   return out
 end
 
+-- A full bucket keeps no fraction. Below the top, the pools' last token stands for it until it is whole.
+local function top(ask, bucket, out)
+  if bucket[1] >= ask.burst - out then bucket[1], bucket[2] = ask.burst - out, 0 end
+end
+
 local function cap(ask, bucket, out)
   local pools, over = bucket[6], bucket[1] + out - ask.burst
-  if bucket[2] > 0 then over = over + 1 end
   for i = 2, #pools, 2 do over = over + pools[i] end
   if #pools > 0 and over > 0 then
     bucket[5] = max(bucket[3], bucket[5] + 1)
@@ -103,7 +107,7 @@ local function cap(ask, bucket, out)
       end
     end
   end
-  if bucket[1] >= ask.burst - out then bucket[1], bucket[2] = ask.burst - out, 0 end
+  top(ask, bucket, out)
 end
 
 local function refill(ask, bucket, till)
@@ -211,6 +215,7 @@ local function report(ask, bucket)
   for generation, tokens in string.gmatch(ask.credits, '(%d+):(%d+)') do
     credit(bucket, tonumber(generation), tonumber(tokens))
   end
+  if not ask.slots then top(ask, bucket, out_of(bucket)) end
   return spent == ask.spent and bucket[5] or 0
 end
 

@@ -213,13 +213,15 @@ class RedisLimits:
         return self._leases.merge(plan, reply, sent_ns, self._clock())
 
     async def _ask(self, attempt: Attempt) -> Reply:
+        return self._decoded(await self._run_script(attempt))
+
+    async def _run_script(self, attempt: Attempt) -> list[int]:
         keys = self._keys(attempt.asks)
         arguments = self._arguments(attempt, just_read=False)
         try:
-            raw = await cast(Awaitable[list[int]], self._redis.evalsha(_SHA, len(keys), *keys, *arguments))
+            return await cast(Awaitable[list[int]], self._redis.evalsha(_SHA, len(keys), *keys, *arguments))
         except NoScriptError:
             raise _StaleError from None
-        return self._decoded(raw)
 
     def _decoded(self, raw: list[int]) -> Reply:
         status, _, processes, admitted = raw[:_REPLY_HEADER]

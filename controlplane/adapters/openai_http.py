@@ -20,7 +20,7 @@ from controlplane.adapters import openai_wire
 from controlplane.adapters.gateway_server import CONNECTION, GatewayProtocol
 from controlplane.adapters.key_secret import digest_key
 from controlplane.adapters.telemetry import Telemetry
-from controlplane.admission import refusal_facts, view_headers
+from controlplane.admission import limit_headers, refusal_facts
 from controlplane.errors import BadRequest
 from controlplane.ports import Answer, Call, Clock, Fault, Header, Sink, Trace
 from controlplane.rate_limit import LimitView
@@ -103,7 +103,7 @@ class OpenAiEdge:
         """The head of an engine's answer as the client gets it."""
         headers = [(name, value) for name, value in answer.headers if name in _RELAYED]
         headers.append((b"x-request-id", call.request_id.encode()))
-        headers += view_headers(view)
+        headers += _encoded(limit_headers(view))
         if trace.decision:
             headers.append((_EXPLAIN, trace.decision.encode("ascii", "replace")))
         return headers
@@ -113,14 +113,14 @@ class OpenAiEdge:
         if fault.refused is not None:
             facts = refusal_facts(fault.refused)
             status, body = facts.status, openai_wire.error_body(facts.message, facts.type, None, facts.code)
-            retry_after_s, should_retry = facts.retry_after_s, facts.should_retry
+            retry = _encoded(facts.headers())
         else:
             status, body = fault.status, _fault_body(fault)
-            retry_after_s, should_retry = fault.retry_after_s, fault.should_retry
+            retry = retry_headers(fault.retry_after_s, fault.should_retry)
         headers = [_JSON, (b"x-request-id", call.request_id.encode()), (b"content-length", b"%d" % len(body))]
         if view is not None:
-            headers += view_headers(view)
-        headers += retry_headers(retry_after_s, should_retry)
+            headers += _encoded(limit_headers(view))
+        headers += retry
         await sink.start(status, headers)
         await sink.finish(body)
         return status
@@ -128,6 +128,10 @@ class OpenAiEdge:
     def stream_fault(self, fault: Fault) -> bytes:
         """An error said inside a stream that has begun, and its end."""
         return openai_wire.stream_error(fault.message, fault.type, fault.param, fault.code)
+
+
+def _encoded(pairs: Sequence[tuple[str, str]]) -> list[Header]:
+    return [(name.encode(), value.encode()) for name, value in pairs]
 
 
 def _fault_body(fault: Fault) -> bytes:

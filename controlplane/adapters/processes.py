@@ -48,6 +48,8 @@ class Child:
     """Where its output goes; None: the parent's."""
     essential_s: float = 0.0
     """If it dies within this time of its first start, the whole ends."""
+    group: str = ""
+    """Children of one group that were started one after the other are stopped at once; empty: by itself."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,19 @@ class Supervisor:
     def alive(self, name: str) -> bool:
         """Whether the named child runs now."""
         return any(r.child.name == name and r.process.poll() is None for r in self._running)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of the named child; None while it does not run."""
+        return next((r.process.pid for r in self._running if r.child.name == name and r.process.poll() is None), None)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal or `request_stop` has asked for the end."""
+        return self._stopping.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the end is asked for, at most this long. True: it is."""
+        return self._stopping.wait(timeout_s)
 
     def request_stop(self) -> None:
         """Make `run` return; safe from any thread and from a signal handler."""
@@ -133,9 +148,18 @@ class Supervisor:
         return None
 
     def stop(self) -> None:
-        """Stop the children, last started first."""
-        for running in reversed(self._running):
-            _end(running.process, running.child.stop_timeout_s)
+        """Stop the children, last started first; those of one group together."""
+        left = list(self._running)
+        while left:
+            group = left[-1].child.group
+            together = [left.pop()]
+            while left and group and left[-1].child.group == group:
+                together.append(left.pop())
+            for running in together:
+                if running.process.poll() is None:
+                    running.process.terminate()
+            for running in together:
+                _await_end(running.process, running.child.stop_timeout_s)
         self._running.clear()
 
 
@@ -160,19 +184,25 @@ def _spawn(child: Child) -> subprocess.Popen[bytes]:
 
 
 def follow_parent() -> None:
-    """In a child of a `Supervisor`: get SIGTERM when the parent dies. Elsewhere: nothing."""
+    """In a child of a `Supervisor`: get SIGTERM when the parent dies. Elsewhere: nothing.
+
+    Linux ties this to the thread that made the child: call `Supervisor.start` from a thread that lives on.
+    """
     parent = os.environ.pop(_PARENT, "")
-    if not parent.isdigit() or sys.platform != "linux":
+    if not parent.isdigit():
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    die_with_parent(signal.SIGTERM)
     if os.getppid() != int(parent):  # it died before we asked
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    if process.poll() is not None:
-        return
-    process.terminate()
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Get this signal when the parent dies. On systems other than Linux: nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _await_end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:

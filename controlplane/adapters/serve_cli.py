@@ -14,7 +14,11 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    """Add `serve` and the hidden `gateway-process`."""
+    """Add `serve`, `worker` and `demo`, and the hidden commands of the processes they start."""
+    from controlplane.adapters import demo_cli, worker_cli
+
+    worker_cli.register(app)
+    demo_cli.register(app)
     app.command("serve")(serve)
     app.command("gateway-process", hidden=True)(gateway_process)
 

@@ -6,6 +6,9 @@ Does not own: the server (`engine_server`) or the catalogue (`catalog`), which a
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,8 +96,17 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         typer.echo(f"engine-sim: {fault}", err=True)
         raise typer.Exit(2) from None
     except OSError as fault:
-        typer.echo(f"engine-sim: cannot listen on {host}:{port}: {fault.strerror or fault}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(_cannot_listen(fault, host, port)) from None
+
+
+def _cannot_listen(fault: OSError, host: str, port: int) -> int:
+    """Says why in one sentence; the exit code tells a bad value from a port that is not free."""
+    if isinstance(fault, socket.gaierror) or fault.errno == errno.EADDRNOTAVAIL:
+        typer.echo(f"engine-sim: host is {host!r}; expected an address of this machine", err=True)
+        return 2
+    reason = os.strerror(fault.errno) if fault.errno else str(fault)
+    typer.echo(f"engine-sim: cannot listen on {host}:{port}: {reason}", err=True)
+    return 1
 
 
 def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
@@ -111,6 +123,10 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     for name, value in (("block-size", options.block_size), ("max-num-batched-tokens", options.max_num_batched_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
+    if options.num_gpu_blocks is not None and options.num_gpu_blocks < 2:
+        raise ConfigError(
+            f"num-gpu-blocks-override is {options.num_gpu_blocks}; expected at least 2 (block 0 is never used)"
+        )
     if not options.drain_s >= 0:
         raise ConfigError(f"drain-s is {options.drain_s}; expected 0 or more")
     for name, value in (("kv-events-port", options.kv_events_port), ("kv-replay-port", options.kv_replay_port)):

@@ -67,7 +67,6 @@ class EngineClock:
         self, core: EngineCore, config: ClockConfig, observer: StepObserver, real_clock_s: Callable[[], float]
     ) -> None:
         self.core = core
-        self.on_idle: Callable[[], None] | None = None
         self._speed = config.speed
         self._observer = observer
         self._real_clock_s = real_clock_s
@@ -119,8 +118,6 @@ class EngineClock:
         del self._open_counts[request_id]
         for finished in self.core.abort(request_id, self._now_s()):
             self._observer.finished(finished)
-        if not self._sinks and self.on_idle is not None:
-            self.on_idle()
 
     def stop(self) -> None:
         """Cancel the timer; nothing is delivered any more."""
@@ -159,8 +156,6 @@ class EngineClock:
             self._deliver(self._pending, now_s - due_s, touched)
         for sink in touched.values():
             sink.flush()
-        if not self._sinks and self.on_idle is not None:
-            self.on_idle()
 
     def _deliver(self, outcome: StepOutcome, lag_s: float, touched: dict[str, Sink]) -> None:
         self._pending = None

@@ -118,6 +118,7 @@ class EngineConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._request = HttpRequest()
         self._url = b""
+        self._in_head = True
         self._head_bytes = 0
         self._chunks: list[bytes] = []
         self._body_bytes = 0
@@ -157,6 +158,8 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
+        if self._in_head:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -165,6 +168,10 @@ class EngineConnection(asyncio.Protocol):
             self._refuse(HTTPStatus.BAD_REQUEST, "Upgrading the connection is not supported.")
         except (httptools.HttpParserError, httptools.HttpParserCallbackError):
             self._refuse(HTTPStatus.BAD_REQUEST, "Invalid HTTP request received.")
+        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+            # Counted here, because the parser keeps a header to itself until its end.
+            told = "The request's headers are larger than 64 KiB."
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, told)
         if len(self._waiting) > _MAX_PIPELINED_COUNT:
             self.abort()
             return
@@ -187,16 +194,14 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._request, self._url, self._chunks = HttpRequest(), b"", []
-        self._head_bytes = self._body_bytes = 0
+        self._in_head, self._body_bytes = True, 0
         if self._active is None and not self.paused:
             self._arm(self._limits.receive_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
         name = name.lower()
         if name == b"content-length" and int(value) > self._limits.max_body_bytes:
             self._refuse_body()
@@ -206,6 +211,9 @@ class EngineConnection(asyncio.Protocol):
             self._request.request_id = value.decode("utf-8", "replace")
         elif name == b"expect" and value.lower() == b"100-continue" and self._transport is not None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -328,11 +336,6 @@ class EngineConnection(asyncio.Protocol):
                 self._shared.app.handle_request(self, self._active)
         finally:
             self._pumping = False
-
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "The request's headers are larger than 64 KiB.")
 
     def _refuse_body(self) -> None:
         told = f"The request's body is larger than {self._limits.max_body_bytes} bytes."

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
+from socket import SOCK_STREAM
 
 import orjson
 import xxhash
@@ -35,7 +36,16 @@ from perfmodel.adapters.engine_wire import (
 )
 from perfmodel.adapters.kv_publisher import KvPublisher, PublisherConfig
 from perfmodel.errors import ClientError, ConfigError
-from perfmodel.scheduler import ChoiceTokens, EngineConfig, EngineCore, Finished, StepOutcome, StepTiming, SubmitOutcome
+from perfmodel.scheduler import (
+    ChoiceTokens,
+    EngineConfig,
+    EngineCore,
+    Finished,
+    FinishReason,
+    StepOutcome,
+    StepTiming,
+    SubmitOutcome,
+)
 from perfmodel.workload import SimRequest, detokenize, token_bytes
 
 _logger = logging.getLogger(__name__)
@@ -101,8 +111,9 @@ class Exchange:
         self._call = call
         self._answer = answer_for(call, facts)
         self._first_index: dict[str, int] = {}
-        self._open_count = call.choice_count * len(call.prompts)
-        self._token_counts = [0] * self._open_count
+        choice_count = call.choice_count * len(call.prompts)
+        self._open = set(range(choice_count))
+        self._token_counts = [0] * choice_count
         self._opened = False
         self._out: list[bytes] = []
         # Tokens that wait for a slow reader, by choice: (their bytes, why the choice ended).
@@ -134,20 +145,14 @@ class Exchange:
         if output.choice_index == 0 and output.position == 0:
             self._cached_tokens[output.request_id] = output.cached_tokens
         if output.finished is not None:
-            self._open_count -= 1
             reason = output.finished.reason.value
             if index == 0:
                 self._created_tokens = output.finished.created_cache_tokens
-        if self._connection.paused and self._call.stream:
-            text, _ = self._held.setdefault(index, (bytearray(), None))
-            text += output.text
-            self._held[index] = (text, reason)
-            return
-        self._write(Delta(index, output.text, self._token_counts[index], reason))
+        self._give(index, output.text, reason)
 
     def flush(self) -> None:
         """Send what is due (`engine_clock.Sink`): one write, however many events."""
-        done = not self._open_count and not self._held
+        done = not self._open and not self._held
         if done:
             self._out.append(self._answer.closing(self._usage()))
         data = b"".join(self._out)
@@ -165,8 +170,21 @@ class Exchange:
         self._server.cancel(self)
 
     def end_early(self) -> None:
-        """Aborted by somebody else: the client is told by a cut connection, as there is no whole answer."""
-        self._connection.abort()
+        """Aborted by somebody else than its client: what is there is the answer, and its reason is `abort`."""
+        for index in sorted(self._open):
+            self._give(index, b"", FinishReason.ABORT.value)
+        self.flush()
+
+    def _give(self, index: int, text: bytes, reason: str | None) -> None:
+        """One choice got tokens: write them, or hold them while the client does not read."""
+        if reason is not None:
+            self._open.discard(index)
+        if self._connection.paused and self._call.stream:
+            held, _ = self._held.setdefault(index, (bytearray(), None))
+            held += text
+            self._held[index] = (held, reason)
+            return
+        self._write(Delta(index, text, self._token_counts[index], reason))
 
     def _write(self, delta: Delta) -> None:
         if not self._opened:
@@ -212,7 +230,6 @@ class EngineServer:
         observer = _StepObserver(self._metrics, self.publisher)
         self.core = EngineCore(config.engine, timing)
         self._clock = EngineClock(self.core, config.clock, observer, time.monotonic)
-        self._clock.on_idle = self._became_idle
         self._connections = ConnectionSet(self, config.http, time.time)
         self._exchanges: dict[Exchange, None] = {}
         self._request_count = 0
@@ -248,10 +265,12 @@ class EngineServer:
         return self._metrics
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the port is taken."""
+        """Listen. Raises OSError when the port is taken or the host is none of this machine's."""
         loop = asyncio.get_running_loop()
+        # One address only: with port 0 a name of two addresses would get two ports.
+        (_, _, _, _, address), *_ = await loop.getaddrinfo(self._config.host, self._config.port, type=SOCK_STREAM)
         self._server = await loop.create_server(
-            lambda: EngineConnection(self._connections), self._config.host, self._config.port, backlog=1024
+            lambda: EngineConnection(self._connections), address[0], self._config.port, backlog=1024
         )
 
     async def drain(self) -> None:
@@ -368,11 +387,6 @@ class EngineServer:
         if not self._exchanges:
             self._idle.set()
 
-    def _became_idle(self) -> None:
-        """The engine has no request left; answers that wait for slow readers may remain."""
-        if not self._exchanges:
-            self._idle.set()
-
     def _digest(self, what: str) -> str:
         return blake2b(f"{self._config.engine.seed}/{what}".encode(), digest_size=8).hexdigest()
 
@@ -455,7 +469,7 @@ class EngineServer:
         wanted = parse_abort(request.body)
         for exchange in tuple(self._exchanges):
             if wanted is None or exchange.wire_id in wanted:
-                self.cancel(exchange)
+                self._withdraw(exchange)
                 exchange.end_early()
         connection.respond(HTTPStatus.OK, orjson.dumps({"status": "aborted"}))
 

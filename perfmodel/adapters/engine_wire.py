@@ -179,7 +179,7 @@ def parse_abort(body: bytes) -> tuple[str, ...] | None:
     fields = Fields(_object(body))
     ids = fields.sequence("request_ids")
     fields.finish()
-    if ids is None:
+    if not ids:
         return None
     return tuple(str(request_id) for request_id in ids)
 

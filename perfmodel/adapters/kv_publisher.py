@@ -136,7 +136,9 @@ class KvPublisher:
             return
 
     def close(self) -> None:
-        """Close both sockets; messages not yet taken by the network are given a moment."""
+        """Close both sockets; messages not yet taken by the network are given a moment. Twice does nothing."""
+        if self._context.closed:
+            return
         self._loop.remove_reader(self._router.FD)
         self._replays.clear()
         self._context.destroy(linger=200)

@@ -37,7 +37,7 @@ def _group() -> None:
     """Where requests go, and why."""
 
 
-def explain(
+def explain(  # noqa: PLR0913 - each option of the command is one parameter
     endpoints: Annotated[
         Path,
         typer.Option("--endpoints", envvar="INFERPLANE_ENDPOINTS_FILE", help="The endpoints file.", show_default=False),

@@ -328,8 +328,9 @@ class EngineProbe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 context = await asyncio.to_thread(tls_context, endpoint.tls) if _is_tls(endpoint) else True
+                # httpx's own timeouts are per read; the one that bounds the whole question is asyncio's above.
                 async with (
-                    httpx.AsyncClient(verify=context, trust_env=False, timeout=self._timeout_s) as client,
+                    httpx.AsyncClient(verify=context, trust_env=False, timeout=2 * self._timeout_s) as client,
                     client.stream(
                         "GET", f"{endpoint.url.removesuffix('/v1')}{path}", headers=headers, extensions=extensions
                     ) as answer,
@@ -342,8 +343,11 @@ class EngineProbe:
                     return answer.status_code, body
         except TimeoutError:
             return f"{endpoint.endpoint_id} did not answer GET {path} within {self._timeout_s:g} s."
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, EndpointsError) as error:
+        except (httpx.HTTPError, OSError, EndpointsError) as error:
             return f"{endpoint.endpoint_id} cannot be asked for {path}: {type(error).__name__}: {error}"
+        except (httpx.InvalidURL, ValueError) as error:
+            # A key that fits no header, say; not shown, since the message may quote it.
+            return f"{endpoint.endpoint_id} cannot be asked for {path}: {type(error).__name__}"
 
 
 def _is_tls(endpoint: Endpoint) -> bool:

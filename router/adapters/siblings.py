@@ -83,6 +83,8 @@ class Message:
     wanted: tuple[tuple[str, int], ...] = ()
     """(endpoint id, last block) of paths whose beginning the sender lacks."""
     leaving: bool = False
+    joining: bool = False
+    """The sender has just started and asks this one sibling for every path that it knows."""
 
 
 def encode(message: Message) -> bytes:
@@ -100,6 +102,7 @@ def encode(message: Message) -> bytes:
         news.lost,
         message.wanted,
         message.leaving,
+        message.joining,
     ]
     packed: bytes = msgpack.packb(body)
     return bytes((VERSION,)) + packed
@@ -118,7 +121,8 @@ def decode(data: bytes) -> Message | None:
             tuple((str(a), int(b), int(c)) for a, b, c in withdrawn),
             tuple((str(a), int(b)) for a, b in lost),
         )
-        return Message(str(sender), str(socket_name), news, tuple((str(a), int(b)) for a, b in wanted), bool(leaving))
+        wants = tuple((str(a), int(b)) for a, b in wanted)
+        return Message(str(sender), str(socket_name), news, wants, bool(leaving), any(body[8:9]))
     except (ValueError, TypeError, msgpack.UnpackException):
         return None
 
@@ -181,6 +185,8 @@ class Siblings:
         self._folder_fd = -1
         self._backlogs: dict[str, deque[bytes]] = {}
         """Messages per sibling socket that it has not taken yet; its keys are the siblings."""
+        self._joiners: dict[str, Iterator[PathNews]] = {}
+        """The paths that a sibling which has just started is still to be told."""
         self._heard_s: dict[str, float] = {}
         """When each sender was last heard."""
         self._timer: asyncio.TimerHandle | None = None
@@ -208,6 +214,12 @@ class Siblings:
             os.close(self._folder_fd)
             raise SiblingsError(f"No socket can be made in {self._folder}: {error.strerror or error}.") from error
         self._socket = made
+        self._look_around(self._clock())
+        for name, backlog in list(self._backlogs.items()):
+            backlog.append(encode(Message(self._sender, self._name, joining=True)))
+            if self._drain(name, backlog):
+                break  # one living sibling is enough
+            self._forget_socket(name)
         asyncio.get_running_loop().add_reader(made.fileno(), self._readable)
         self._tick()
 
@@ -248,6 +260,8 @@ class Siblings:
 
     def _tick(self) -> None:
         """One round: tell the news, and every 250 ms everything."""
+        if self._socket is None:
+            return
         now_s = self._clock()
         repeat = now_s >= self._repeat_at_s
         if repeat:
@@ -259,6 +273,8 @@ class Siblings:
         else:
             self._quiet_count += 1
             self._flush()
+        for name in list(self._joiners):
+            self._bring_up_to_date(name)
         pace_s = _BUSY_TICK_S if self._quiet_count < _IDLE_AFTER_COUNT else _IDLE_TICK_S
         self._timer = asyncio.get_running_loop().call_later(pace_s, self._tick)
 
@@ -269,6 +285,26 @@ class Siblings:
         parts = list(split(news))
         for part in parts or ([News()] if always else []):
             self._post(encode(Message(self._sender, self._name, part)))
+
+    def _bring_up_to_date(self, name: str) -> None:
+        """Tell a sibling that has just started some more paths, one datagram a round: encoding one takes about 1 ms."""
+        backlog = self._backlogs.get(name)
+        if backlog is None:
+            del self._joiners[name]
+            return
+        if backlog:
+            return
+        self._quiet_count = 0
+        paths: list[PathNews] = []
+        size = 0
+        for path in self._joiners[name]:
+            paths.append(path)
+            size += 9 * len(path.tail)
+            if size > _MESSAGE_MAX_BYTES // 2:
+                break
+        else:
+            del self._joiners[name]
+        backlog.extend(encode(Message(self._sender, self._name, part)) for part in split(News(paths=tuple(paths))))
 
     def _post(self, data: bytes) -> None:
         for backlog in self._backlogs.values():
@@ -331,6 +367,8 @@ class Siblings:
         backlog = self._backlogs.get(message.socket_name)
         if backlog is None and _is_socket_name(message.socket_name):
             backlog = self._backlogs[message.socket_name] = deque()
+        if message.joining and backlog is not None:
+            self._joiners[message.socket_name] = self._router.whole_paths()
         missing = self._router.hear(message.sender, message.news, now_s)
         if backlog is None:
             return

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from billing.adapters import cli, sql
 from billing.adapters.ingest import Ingest, IngestBatch

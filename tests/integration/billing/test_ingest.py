@@ -217,6 +217,29 @@ def test_a_lost_database_is_one_clear_fault_after_bounded_tries(sqlite_url: str)
     holder.dispose()
 
 
+def test_a_connection_that_is_cut_inside_a_transaction_costs_nothing(postgres_url: str) -> None:
+    sql.upgrade(postgres_url)
+    engine = sql.engine(postgres_url)
+    books_sql.add_book(engine, a_book(), now_ns=1)
+    ids = iter(range(1, 10))
+
+    def new_id() -> str:
+        number = next(ids)
+        if number <= 2:
+            killer = sa.create_engine(postgres_url.replace("postgresql://", "postgresql+psycopg://"))
+            with killer.begin() as connection:
+                others = "datname = current_database() AND pid <> pg_backend_pid()"
+                connection.execute(sa.text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"))
+            killer.dispose()
+        return event_id(number)
+
+    clock = Clock(new_id=new_id, pause=lambda _: None)
+    report = Ingest(engine, clock).write(IngestBatch([usage_event(1)], offsets=[SpoolOffset("n", "a", 1, 7)]))
+    assert (report.inserted, report.posting_ids) == (1, (event_id(3),))
+    assert reconcile(engine).exact
+    engine.dispose()
+
+
 def test_an_event_without_a_version_is_rated_by_the_book_of_its_start(empty_books: Engine) -> None:
     books_sql.add_book(empty_books, a_book("old"), now_ns=1)
     books_sql.add_book(empty_books, a_book("new", valid_from_ns=NOON_NS), now_ns=2)

@@ -215,6 +215,17 @@ def test_an_altered_event_is_named(full: Engine, change: str) -> None:
     assert (Kind.ALTERED_EVENT, event_id(105)) in kinds(found(full))
 
 
+def test_an_event_that_cannot_be_read_is_named_and_the_check_goes_on(full: Engine) -> None:
+    plant(
+        full,
+        f"UPDATE usage_event SET outcome = 'exploded' WHERE event_id = '{event_id(105)}'",
+        f"UPDATE usage_event SET amount_pico = amount_pico + 1 WHERE event_id = '{event_id(206)}'",
+    )
+    named = kinds(found(full))
+    assert (Kind.ALTERED_EVENT, event_id(105)) in named
+    assert (Kind.EVENT_AMOUNT, event_id(206)) in named
+
+
 def test_an_event_robbed_of_its_amount_and_posting_is_named(full: Engine) -> None:
     plant(full, f"UPDATE usage_event SET amount_pico = NULL, posting_id = NULL WHERE event_id = '{event_id(105)}'")
     assert (Kind.MISSING_EVENT, event_id(105)) in kinds(found(full))

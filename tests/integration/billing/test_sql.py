@@ -21,7 +21,7 @@ from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
 BILLING_TABLES = {
     tables.table(kind).name
     for kind in vars(tables).values()
-    if isinstance(kind, type) and kind is not SQLModel and issubclass(kind, SQLModel)
+    if isinstance(kind, type) and issubclass(kind, SQLModel) and kind is not SQLModel
 }
 
 
@@ -65,12 +65,12 @@ def test_processes_that_upgrade_at_once_do_not_disturb_each_other(sql_url: str) 
 
 
 def test_the_migrations_make_the_columns_of_the_models(empty_books: Engine) -> None:
+    only_ours = {"include_name": lambda name, kind, _: kind != "table" or name in BILLING_TABLES, "compare_type": True}
     with sql.read(empty_books) as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        found = compare_metadata(context, SQLModel.metadata)
-    about_tables = [change for change in found if isinstance(change, tuple) and not str(change[0]).endswith("index")]
-    ours = [change for change in about_tables if any(name in str(change) for name in BILLING_TABLES)]
-    assert ours == []
+        found = compare_metadata(MigrationContext.configure(connection, opts=only_ours), SQLModel.metadata)
+    assert len(BILLING_TABLES) == 11
+    # Indexes and foreign keys stand in the migrations only; the classes are for queries.
+    assert [change for change in found if not str(change[0]).endswith(("index", "fk"))] == []
 
 
 APPEND_ONLY = {
@@ -90,7 +90,10 @@ def test_what_is_written_once_can_be_neither_changed_nor_deleted(books: Engine, 
             connection.exec_driver_sql(statement)
 
 
-LEG = "INSERT INTO entry (posting_id, line_no, account, currency, model, tier, amount_pico) VALUES ('{}', {}, 'x', '{}', '', '', {})"
+LEG = (
+    "INSERT INTO entry (posting_id, line_no, account, currency, model, tier, amount_pico) "
+    "VALUES ('{}', {}, 'x', '{}', '', '', {})"
+)
 HEAD = (
     "INSERT INTO posting (posting_id, kind, org_id, currency, period_id, usage_from_ns, usage_until_ns, posted_ns, "
     "event_count, event_xor, memo) VALUES ('{}', 'usage', 'o', 'USD', '{}', 0, 0, 0, 0, '', '')"

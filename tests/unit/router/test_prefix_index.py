@@ -137,3 +137,16 @@ def test_news_that_overlap_what_is_held_change_nothing_else(index: PrefixIndex) 
     index.store("a", whole[:8], 1, None)
     assert index.learn(PathNews("a", whole[2], 3, whole[3:], 2), None)
     assert held(index, whole) == 10 and index.holdings("a").held_bytes == 100
+
+
+def test_leaves_are_the_ends_that_nothing_continues(index: PrefixIndex) -> None:
+    for stamp, whole in enumerate((chain(1, 10), chain(2, 10), chain(1, 12))):
+        index.store("a", whole, stamp, None)
+    assert index.holdings("a").leaves() == [chain(2, 10)[-1], chain(1, 12)[-1]]
+
+
+def test_old_news_do_not_make_a_path_look_unused(index: PrefixIndex) -> None:
+    whole = chain(1, 10)
+    index.store("a", whole, 9, None)
+    assert index.learn(PathNews("a", 0, 0, whole, 3), None)
+    assert index.holdings("a").last_use_us(whole[-1]) == 9

@@ -1,4 +1,4 @@
-"""The router by example. R-numbers are bugs of public routers (docs/routing.md) that a test provokes."""
+"""The router by example. R-numbers are kinds of bugs that public routers had, one test or more for each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pytest
 from router.blocks import Chain
 from router.cost import TERMS, Unfit
 from router.decision import NoRoute, NoRouteReason, RouteDecision, RouteRequest
-from router.endpoints import BreakerState, Ending, EngineSpeed, Finish, HopTable, Place
+from router.endpoints import BreakerState, Ending, Endpoint, EngineSpeed, Finish, HopTable, Place
 from router.route import News, RouterConfig
 from tests.fakes.fleet import MODEL, SPEED, Fleet, endpoint, prompt
 
+SHARING = RouterConfig(share=True)
 
-def fleet(count: int = 2, **settings: object) -> Fleet:
-    return Fleet([endpoint(name) for name in "abcdefgh"[:count]], RouterConfig(**settings))  # type: ignore[arg-type]
+
+def fleet(count: int = 2, config: RouterConfig | None = None) -> Fleet:
+    return Fleet([endpoint(name) for name in "abcdefgh"[:count]], config)
 
 
 def warm(fleet: Fleet, name: str, text: bytes) -> None:
@@ -147,7 +149,7 @@ class TestTheBugsOfOthers:
         assert new["c"] >= 8 and new["d"] >= 8, new
 
     def test_r20_a_router_under_unique_prompts_stays_bounded(self) -> None:
-        two = fleet(index_max_bytes=100_000)
+        two = fleet(2, RouterConfig(index_max_bytes=100_000))
         for number in range(5_000):
             two.end(two.pick(number.to_bytes(4, "big") * 200))
         assert two.router.index_bytes <= 100_000
@@ -309,12 +311,14 @@ class TestBeliefs:
             one.now_s += 5.0
             assert (one.pick(prompt(1, 4_000)).predicted_cached_tokens > 0) is kept
 
-    @pytest.mark.parametrize("change", [{"incarnation": "2"}, {"url": "http://elsewhere:1"}])
-    def test_a_new_incarnation_starts_empty_and_its_old_requests_still_end(self, change: dict[str, str]) -> None:
+    @pytest.mark.parametrize(
+        "other", [replace(endpoint("a"), incarnation="2"), replace(endpoint("a"), url="http://elsewhere:1")]
+    )
+    def test_a_new_incarnation_starts_empty_and_its_old_requests_still_end(self, other: Endpoint) -> None:
         one = fleet(1)
         warm(one, "a", prompt(1, 4_000))
         running = one.pick(prompt(2, 100))
-        one.endpoints[0] = replace(one.endpoints[0], **change)  # type: ignore[arg-type]
+        one.endpoints[0] = other
         one.router.set_endpoints(one.endpoints, one.now_s)
         assert one.load("a") == (0, 0, 0)
         decision = one.pick(prompt(1, 4_000))
@@ -341,6 +345,14 @@ class TestBeliefs:
             one.start(decision)
             one.router.finished(decision.ticket, Finish(Ending.COMPLETED, 0, 500, 40), one.now_s)
         assert one.pick(prompt(99, 1_000)).ticket.input_tokens == pytest.approx(500, rel=0.02)
+
+    def test_an_answer_that_comes_whole_teaches_no_speed(self) -> None:
+        one = Fleet([endpoint("a", None)])
+        decision = one.pick(prompt(1, 4_000), streamed=False)
+        one.now_s += 100.0
+        one.start(decision)
+        one.router.finished(decision.ticket, Finish(Ending.COMPLETED, 0, 4_000, 500), one.now_s)
+        assert not one.router.status(one.now_s)[0].speed_known
 
     def test_speeds_are_learned_and_an_unknown_engine_is_taken_as_its_pools(self) -> None:
         crew = Fleet([endpoint("a", None), endpoint("b", None)])
@@ -440,7 +452,7 @@ class TestAnswers:
 
 class TestNews:
     def make(self) -> tuple[Fleet, Fleet]:
-        return fleet(2, share=True), fleet(2, share=True)
+        return fleet(2, SHARING), fleet(2, SHARING)
 
     def test_a_sibling_knows_where_a_session_went_and_how_busy_that_engine_is(self) -> None:
         ours, theirs = self.make()
@@ -464,7 +476,7 @@ class TestNews:
         assert theirs.pick(text).predicted_cached_tokens == 0
 
     def test_a_lost_cache_is_lost_everywhere(self) -> None:
-        ours, theirs = fleet(1, share=True), fleet(1, share=True)
+        ours, theirs = fleet(1, SHARING), fleet(1, SHARING)
         text = prompt(1, 4_000)
         ours.serve(text)
         theirs.router.hear("p", ours.router.take_news(ours.now_s), ours.now_s)
@@ -508,7 +520,7 @@ class TestNews:
     def test_news_of_unknown_endpoints_are_ignored(self) -> None:
         ours, _ = self.make()
         ours.pick(prompt(1, 400))
-        other = Fleet([endpoint("z")], RouterConfig(share=True))
+        other = Fleet([endpoint("z")], SHARING)
         assert other.router.hear("p", ours.router.take_news(ours.now_s), ours.now_s) == []
 
     def test_without_siblings_no_news_are_kept(self) -> None:

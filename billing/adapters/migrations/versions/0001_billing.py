@@ -322,7 +322,7 @@ def _sqlite_triggers() -> None:
 def _sqlite_guard(name: str, table: str, parent: str, key: str, message: str) -> None:
     """Children are written before their parent; once it stands, it takes no more."""
     op.execute(
-        f"CREATE TRIGGER {name} BEFORE INSERT ON {table} "
+        f"CREATE TRIGGER {name} BEFORE INSERT ON {table} "  # noqa: S608 - names of this file
         f"WHEN EXISTS (SELECT 1 FROM {parent} WHERE {key} = NEW.{key}) "
         f"BEGIN SELECT RAISE(ABORT, '{message}'); END"
     )
@@ -375,12 +375,10 @@ def _postgres_guard(name: str, table: str, parent: str, key: str, message: str) 
     """Children are written before their parent; once it stands, it takes no more."""
     _postgres_function(
         f"inferplane_{name}",
-        f"IF EXISTS (SELECT 1 FROM {parent} WHERE {key} = NEW.{key}) THEN "
+        f"IF EXISTS (SELECT 1 FROM {parent} WHERE {key} = NEW.{key}) THEN "  # noqa: S608 - names of this file
         f"RAISE EXCEPTION '{message}' USING ERRCODE = 'check_violation'; END IF; RETURN NEW;",
     )
-    op.execute(
-        f"CREATE TRIGGER {name} BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION inferplane_{name}()"
-    )
+    op.execute(f"CREATE TRIGGER {name} BEFORE INSERT ON {table} FOR EACH ROW EXECUTE FUNCTION inferplane_{name}()")
 
 
 def _postgres_function(name: str, body: str) -> None:

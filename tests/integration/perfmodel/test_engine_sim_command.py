@@ -1,0 +1,114 @@
+"""`inferplane engine-sim` as a process: what it prints, its exit codes, its signals.
+
+Owns: the command and the process around the server. Does not own: HTTP (`test_engine_server`).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+COMMAND = [sys.executable, "-m", "controlplane", "engine-sim"]
+
+
+@contextmanager
+def running(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    process = subprocess.Popen(
+        [*COMMAND, "--json", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=20)
+
+
+def failed(*options: str) -> tuple[int, str]:
+    """(exit code, stderr) of a command that must not start."""
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr.strip()
+
+
+def test_it_serves_at_the_url_it_prints_and_exits_0_after_sigterm() -> None:
+    with running("--model", "llama", "--speed", "50", "--hardware", "h200", "--dtype", "fp8") as (process, facts):
+        with httpx.Client(base_url=facts["url"], trust_env=False) as client:
+            body = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            card = client.get("/v1/models").json()["data"][0]
+            sources = client.get("/kv_event_sources").json()["0"]
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert (card["id"], card["root"], card["max_model_len"]) == ("llama", "Llama-3.1-8B", 131072)
+    assert sources["endpoint"] == facts["kv_events_endpoint"]
+    assert sources["replay_endpoint"] == facts["kv_replay_endpoint"]
+    assert "steps, delivered" in stderr
+
+
+def test_sigterm_lets_a_running_stream_finish_and_a_second_one_does_not() -> None:
+    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    for signals, finishes in ((1, True), (2, False)):
+        with running() as (process, facts), httpx.Client(trust_env=False) as client:
+            with client.stream("POST", f"{facts['url']}/v1/completions", json=body) as response:
+                parts = response.iter_text()
+                text = next(parts)
+                process.send_signal(signal.SIGTERM)
+                if signals == 2:
+                    # Two signals that are pending at once are one: the second follows when the first was taken.
+                    text += next(parts) + next(parts)
+                    process.send_signal(signal.SIGTERM)
+                try:
+                    text += "".join(parts)
+                except httpx.RemoteProtocolError:
+                    assert not finishes
+            assert process.wait(20) == 0
+            assert text.endswith("data: [DONE]\n\n") is finishes
+
+
+def test_a_taken_port_is_one_sentence_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, stderr = failed("--port", str(port))
+    assert (code, stderr) == (1, f"engine-sim: cannot listen on 127.0.0.1:{port}: Address already in use")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--hardware", "tpu"), "device is 'tpu'; expected one of A100-SXM-80GB, H100-SXM-80GB, H200-SXM-141GB"),
+        (("--arch", "gpt"), "model is 'gpt'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
+        (("--arch", "llama-3.1-70b"), "Llama-3.1-70B in bf16 does not fit on 1 x H100-SXM-80GB"),
+        (("--tensor-parallel", "3"), "tensor_parallel_count is 3; expected a divisor of the 32 attention heads"),
+        (("--dtype", "int4"), "weight_format is 'int4'; expected one of"),
+        (("--block-size", "0"), "block-size is 0; expected at least 1"),
+        (("--num-gpu-blocks-override", "1"), "num-gpu-blocks-override is 1; expected at least 2"),
+        (("--num-gpu-blocks-override", "10", "--max-model-len", "1000"), "max_model_len is 1000; expected at least 1"),
+        (("--max-num-seqs", "0"), "max_sequence_count is 0; expected at least 1"),
+        (("--max-num-batched-tokens", "-1"), "max-num-batched-tokens is -1; expected at least 1"),
+        (("--max-waiting", "0"), "max_waiting_count is 0; expected at least 1"),
+        (("--speed", "0"), "speed is 0.0; expected above 0"),
+        (("--speed", "nan"), "speed is nan; expected above 0"),
+        (("--output-mean-tokens", "0.5"), "mean_tokens is 0.5; expected at least 1"),
+        (("--port", "70000"), "port is 70000; expected 0 to 65535"),
+        (("--kv-events-port", "-5"), "kv-events-port is -5; expected 0 to 65535"),
+        (("--drain-s", "-1"), "drain-s is -1.0; expected 0 or more"),
+        (("--host", "999.1.1.1", "--no-kv-events"), "host is '999.1.1.1'; expected an address of this machine"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_and_exit_code_2(options: tuple[str, ...], told: str) -> None:
+    code, stderr = failed(*options)
+    assert code == 2, stderr
+    assert stderr.startswith(f"engine-sim: {told}")
+    assert "\n" not in stderr

@@ -1,0 +1,111 @@
+"""The command line as a person and a script see it: output, exit codes, the embedded database, no secret twice.
+
+Owns: what `--json` prints and where, the table, exit codes, and that nothing needs to run beside it. Does not own: the
+rules behind the commands (test_doors.py). SQLite in a temporary folder, except where PostgreSQL is the point.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from controlplane.adapters import cli
+
+
+class Shell:
+    """Runs commands on one data folder."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self._app = typer.Typer()
+        cli.register(self._app)
+
+    def __call__(self, *words: str, exit_code: int = 0) -> Result:
+        result = CliRunner().invoke(self._app, [*words, "--data-dir", str(self.data_dir)])
+        assert result.exit_code == exit_code, result.output
+        return result
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Commands on a new data folder."""
+    return Shell(tmp_path / "data")
+
+
+def test_the_first_command_makes_the_embedded_database_and_the_pepper(shell: Shell) -> None:
+    result = shell("keys", "bootstrap-admin", "--json")
+    made = json.loads(result.stdout)
+    assert made["secret"].startswith(made["prefix"] + "-")
+    assert made["scopes"] == ["admin", "explain", "usage:read"]
+    assert {path.name for path in shell.data_dir.iterdir()} >= {"inferplane.db", "pepper"}
+    again = shell("keys", "bootstrap-admin", exit_code=1)
+    assert again.stdout == ""
+    assert again.stderr.count("\n") == 1
+    assert shell("keys", "bootstrap-admin", "--force", "--json").exit_code == 0
+
+
+def test_a_secret_is_printed_once_and_the_warning_goes_to_stderr(shell: Shell) -> None:
+    result = shell("keys", "bootstrap-admin")
+    secret = next(line.split()[1] for line in result.stdout.splitlines() if line.startswith("secret"))
+    assert "keep it now" in result.stderr
+    for words in (("keys", "list"), ("keys", "list", "--json"), ("keys", "show", secret[:11])):
+        assert secret not in shell(*words).output
+        assert secret[:11] in shell(*words).output
+
+
+def test_a_list_is_one_line_a_record_and_its_json_has_stable_keys(shell: Shell) -> None:
+    assert shell("orgs", "list").stdout == ""
+    for name in ("acme", "rival"):
+        shell("orgs", "create", name)
+    lines = shell("orgs", "list").stdout.splitlines()
+    assert lines[0].split() == ["org_id", "name", "tenant_class", "created_at_s", "revoked_at_s"]
+    assert [line.split()[1] for line in lines[1:]] == ["acme", "rival"]
+    page = json.loads(shell("orgs", "list", "--json", "--limit", "1").stdout)
+    assert set(page) == {"data", "next_after"}
+    assert set(page["data"][0]) == {"org_id", "name", "tenant_class", "created_at_s", "revoked_at_s"}
+    assert page["next_after"] == page["data"][0]["org_id"]
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "reason"),
+    [
+        (("orgs", "show", "none"), 1, "No org 'none'."),
+        (("orgs", "create", "a/b"), 2, "name is 'a/b'"),
+        (("limits", "set", "--dimension", "requests", "--amount", "1"), 2, "0 owners were given"),
+        (("keys", "rotate", "ip-aaaaaaaa", "--overlap", "soon"), 2, "--overlap is 'soon'"),
+        (("orgs", "list", "--limit", "0"), 2, "limit is 0"),
+        (("orgs", "create"), 2, "Missing argument"),
+    ],
+)
+def test_exit_codes_and_one_line_reasons(shell: Shell, words: tuple[str, ...], exit_code: int, reason: str) -> None:
+    result = shell(*words, exit_code=exit_code)
+    assert reason in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_postgresql_is_not_migrated_behind_its_owners_back(shell: Shell, postgres_url: str) -> None:
+    result = shell("orgs", "list", "--database-url", postgres_url, exit_code=1)
+    assert "inferplane db upgrade" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_pepper_that_is_open_to_others_is_refused(shell: Shell) -> None:
+    shell("orgs", "create", "acme")
+    (shell.data_dir / "pepper").chmod(0o644)
+    assert "chmod 600" in shell("orgs", "list", exit_code=1).stderr
+
+
+def test_the_help_imports_no_database(tmp_path: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys, typer\nfrom controlplane.adapters import cli\ncli.register(typer.Typer())\n"
+        "assert 'sqlalchemy' not in sys.modules and 'fastapi' not in sys.modules, 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
