@@ -104,7 +104,10 @@ class BlockHashChain:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, in order. `stored_count` of them are full and published under their hash."""
+    """The blocks of one sequence, in order. `stored_count` of them are full and published under their hash.
+
+    Mutable: it grows with its sequence, and the pool changes it in place.
+    """
 
     blocks: list[int] = field(default_factory=list)
     stored_count: int = 0

@@ -160,7 +160,7 @@ class EngineStats:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """One choice of one request while the engine has it."""
+    """One choice of one request while the engine has it. Mutable: it is computed, preempted and ended in place."""
 
     request: SimRequest
     choice_index: int
@@ -183,6 +183,8 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Counters:
+    """What `stats` adds up. Mutable: counters only grow."""
+
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -62,9 +62,9 @@ def make_tenants(settings: Settings, models: tuple[str, ...]) -> Tenants:
         catalog = CatalogStore(keys.db)
         tenants = {name: _tenant(keys, catalog, name) for name in TENANTS}
         admin = keys.bootstrap_admin(force=True)
-        books_sql.add_book(engine, _book(models, 1, "demo", None), retroactive=True)
+        books_sql.add_book(engine, _book(models, 1, "demo", None))
         batch = tenants[BATCH].org_id
-        books_sql.add_book(engine, _book(models, _BATCH_DIVISOR, f"demo-batch-{batch}", batch), retroactive=True)
+        books_sql.add_book(engine, _book(models, _BATCH_DIVISOR, f"demo-batch-{batch}", batch))
         assert admin.secret is not None
         return Tenants(tenants, admin.secret)
     finally:

@@ -270,7 +270,7 @@ class EngineServer:
         # One address only: with port 0 a name of two addresses would get two ports.
         (_, _, _, _, address), *_ = await loop.getaddrinfo(self._config.host, self._config.port, type=SOCK_STREAM)
         self._server = await loop.create_server(
-            lambda: EngineConnection(self._connections), address[0], self._config.port, backlog=1024
+            lambda: EngineConnection(self._connections), str(address[0]), self._config.port, backlog=1024
         )
 
     async def drain(self) -> None:

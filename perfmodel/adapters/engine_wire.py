@@ -93,7 +93,7 @@ def parse_chat(body: bytes, limits: WireLimits) -> Generation:
     # vLLM prefers the newer name.
     limit_field = "max_completion_tokens" if fields.body.get("max_completion_tokens") is not None else "max_tokens"
     asked_tokens = fields.integer(limit_field)
-    common = _Common(fields)
+    common = _SharedFields(fields)
     fields.finish()
     common.check(limits)
     if fields.body.get("top_logprobs") and not with_logprobs:
@@ -119,7 +119,7 @@ def parse_completion(body: bytes, limits: WireLimits) -> Generation:
     logprob_count = fields.integer("logprobs")
     echo = fields.boolean("echo", default=False)
     asked_tokens = fields.integer("max_tokens", default=_COMPLETION_MAX_TOKENS)
-    common = _Common(fields)
+    common = _SharedFields(fields)
     fields.finish()
     common.check(limits)
     prompts, is_text = _prompts(prompt)
@@ -200,7 +200,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def _bad_json(body: bytes) -> ClientError:
     """What FastAPI says: position and reason are those of Python's own decoder, which orjson does not give."""
-    position, reason = 0, "the body is not valid UTF-8 or is nested too deeply"
+    position, reason = 0, "the body is not UTF-8, is nested too deeply or holds a number out of range"
     try:
         json.loads(body)
     except json.JSONDecodeError as fault:
@@ -231,7 +231,7 @@ class _Asked:
     echo: bool = False
 
 
-class _Common:
+class _SharedFields:
     """The fields that both routes share."""
 
     def __init__(self, fields: Fields) -> None:

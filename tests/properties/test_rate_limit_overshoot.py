@@ -335,7 +335,12 @@ class CapIgnoresLeases(Buckets):
     def _cap(self, limit: Limit, bucket: Bucket) -> None:
         held, bucket.leases = bucket.leases, {}
         super()._cap(limit, bucket)
+        Buckets._top(limit, bucket)
         bucket.leases = held
+
+    @staticmethod
+    def _top(limit: Limit, bucket: Bucket) -> None:
+        """Already done, without the leases, by `_cap`."""
 
 
 class CreditUncapped(Buckets):

@@ -34,7 +34,7 @@ def client_of(server: EngineServer) -> httpx.AsyncClient:
 
 
 def sdk(server: EngineServer) -> openai.AsyncOpenAI:
-    http = httpx.AsyncClient(trust_env=False)
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
     return openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key="unused", http_client=http, max_retries=0
     )

@@ -10,8 +10,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perfmodel.adapters.chat_template import render_chat
 from perfmodel.adapters.engine_wire import (
@@ -21,7 +19,6 @@ from perfmodel.adapters.engine_wire import (
     parse_abort,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
 from perfmodel.errors import ClientError
@@ -146,7 +143,7 @@ def test_all_faults_of_a_body_are_told_at_once() -> None:
         (b"[" * 100_000, "JSON decode error"),
         (b'{"messages":null}', "'loc': 'body.messages'"),
         (b'{"messages":[],"n":NaN}', "JSON decode error"),
-        (b'{"messages":[],"n":1e400}', "Input should be a finite number"),
+        (b'{"messages":[],"n":1e400}', "holds a number out of range"),
     ],
 )
 def test_what_is_no_usable_object_is_refused(body: bytes, told: str) -> None:
@@ -162,40 +159,6 @@ def test_numbers_and_booleans_in_strings_are_taken_as_pydantic_takes_them() -> N
 
 def test_long_inputs_are_not_echoed() -> None:
     assert len(str(refusal(chat, model="tiny", stream="x" * 100_000))) < 300
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_refused_or_parsed_and_nothing_else(body: bytes) -> None:
-    for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
-        try:
-            parse(body, LIMITS)
-        except ClientError as fault:
-            assert fault.status in (400, 404)
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-NAMES = (
-    "messages prompt model n max_tokens max_completion_tokens stream stream_options temperature top_p logprobs seed stop "
-    "top_logprobs tools cache_salt min_tokens ignore_eos echo priority request_id tokens return_token_ids"
-).split()
-
-
-@given(
-    st.dictionaries(st.sampled_from(NAMES), JSON_VALUES), st.sampled_from([{}, {"messages": HELLO}, {"prompt": "a"}])
-)
-def test_any_value_in_any_member_is_refused_or_parsed_and_nothing_else(
-    members: dict[str, Any], base: dict[str, Any]
-) -> None:
-    body = json.dumps({**members, **base}).encode()
-    for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
-        try:
-            parse(body, LIMITS)
-        except ClientError as fault:
-            assert fault.status in (400, 404)
 
 
 # Other bodies
@@ -239,26 +202,3 @@ def test_parts_tools_and_tool_calls_are_part_of_the_prompt() -> None:
 
 def _filled(text: str) -> bytes:
     return text.encode() + b"\0" * (-len(text) % TOKEN_BYTES)
-
-
-ROLES = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
-MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=20)}), min_size=1, max_size=5)
-
-
-@given(MESSAGES, st.integers(1, 6), st.text(max_size=20))
-def test_the_next_prompt_extends_this_one_and_its_answer(
-    messages: list[dict[str, str]], answer_tokens: int, question: str
-) -> None:
-    prompt = tokenize(render_chat(messages)).tolist()
-    answer = b" abc" * answer_tokens
-    following = [*messages, {"role": "assistant", "content": answer.decode()}, {"role": "user", "content": question}]
-    longer = tokenize(render_chat(following)).tolist()
-    known = prompt + tokenize(answer).tolist()
-    assert longer[: len(known)] == known
-
-
-@given(MESSAGES, MESSAGES)
-def test_different_chats_have_different_prompts(first: list[dict[str, str]], second: list[dict[str, str]]) -> None:
-    plain = [all("\0" not in m["content"] and "<" not in m["content"] for m in chat) for chat in (first, second)]
-    if all(plain):
-        assert (render_chat(first) == render_chat(second)) == (first == second)
