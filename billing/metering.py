@@ -30,6 +30,8 @@ from billing.json_members import json_members, reject_constant
 # DESIGN 4.3: a checkpoint follows delivery by at most 64 tokens or one second, whichever is less.
 CHECKPOINT_TOKENS: Final = 64
 CHECKPOINT_S: Final = 1.0
+# The longest event that is waited for; the longest seen in practice (logprobs, base64 audio) are under 1 MB.
+MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 # Counts beyond 2^53 are no counts: JSON numbers are only exact up to there.
 _MAX_TOKENS: Final = 2**53
 # Bytes of text per token when an engine gives no usage at all (the same figure as the input estimate, reference 3.2).
@@ -224,18 +226,25 @@ class Meter:
             tail += data
             end = tail.rfind(b"\n\n", start) + 2
             if end < 2:
-                return b""
+                return self._wait_for_more()
             block = bytes(tail[:end])
             del tail[:end]
             return self._block(block)
         end = data.rfind(b"\n\n") + 2
         if end < 2:
             tail += data
-            return b""
+            return self._wait_for_more()
         if end == len(data):
             return self._block(data)
         tail += data[end:]
         return self._block(data[:end])
+
+    def _wait_for_more(self) -> bytes:
+        """No event has ended; one that never does is an engine's failure, not our memory."""
+        if len(self._tail) > MAX_EVENT_BYTES:
+            self._failed = self.done = True
+            self._tail = bytearray()
+        return b""
 
     def _feed_any_line_end(self, data: bytes) -> bytes:
         self._cr = True
@@ -243,7 +252,7 @@ class Meter:
         start = max(0, len(tail) - 3)
         tail += data
         if not _BLANK.search(tail, start):
-            return b""
+            return self._wait_for_more()
         text = bytes(tail)
         out: list[bytes] = []
         pos = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pathlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,6 +57,8 @@ Send = Callable[[Any], Awaitable[None]]
 _log = logging.getLogger(__name__)
 # How late a gateway may learn of a new price book.
 _PRICE_REFRESH_S = 1.0
+# The router's settings in a gateway process: the defaults, told to and heard from the node's other processes.
+_ROUTER = RouterConfig(share=True)
 # How often buffered access lines are written and gauges refreshed.
 _TICK_S = 0.25
 
@@ -79,7 +82,7 @@ class ProcessFacts:
 
     incarnation: str
     """New for every start of a process: names its spool folder and its share of limits."""
-    run_dir: Any
+    run_dir: pathlib.Path
     """Folder of sockets and metrics files that the node's processes share."""
     node: str
 
@@ -91,27 +94,29 @@ class Gateway:
         self._settings = settings
         self._facts = facts
         self._draining = False
-        pepper = load_pepper(settings)
+        self._ticker: asyncio.Task[None] | None = None
+        self._pepper = load_pepper(settings)
+        self._clock = SystemClock()
+        self._build_stores(settings, facts)
+        self._build_routing(settings, facts)
+        self._names = FeedNames(self._feed, settings.default_max_output_tokens)
+        self._build_doors(settings, facts, self._build_fleet(settings))
+
+    def _build_stores(self, settings: Settings, facts: ProcessFacts) -> None:
         redis_url = settings.redis_url.get_secret_value()
-        clock = SystemClock()
         self._engine = sql.engine(settings.sql_url)
         self._prices = PriceFeed(self._engine, _PRICE_REFRESH_S)
-        self._feed = KeyFeed(
-            settings.sql_url,
-            pepper,
-            FeedOptions(
-                interval_s=settings.feed_interval_s,
-                grace_s=settings.key_grace_s,
-                redis_url=settings.redis_url,
-            ),
+        options = FeedOptions(
+            interval_s=settings.feed_interval_s, grace_s=settings.key_grace_s, redis_url=settings.redis_url
         )
+        self._feed = KeyFeed(settings.sql_url, self._pepper, options)
         self._limits = RedisLimits(redis_url, facts.incarnation)
         self._spool = Spool(SpoolSettings(settings.spool_dir, facts.node, facts.incarnation, settings.spool_max_bytes))
         self._redis = redis.asyncio.Redis.from_url(redis_url, socket_timeout=1.0, socket_connect_timeout=1.0)
         self._decisions = RedisDecisions(self._redis)
-        self._client = EngineClient()
-        config = RouterConfig(share=True)
-        self._router = Router(config)
+
+    def _build_routing(self, settings: Settings, facts: ProcessFacts) -> None:
+        self._router = Router(_ROUTER)
         self._siblings = Siblings(self._router, facts.run_dir / "siblings")
         probe = EngineProbe(engine_secret)
         self._discovery = Discovery(
@@ -122,48 +127,52 @@ class Gateway:
             report=_log.warning,
         )
         self._health = HealthWatch(self._router.broken, self._router.health, probe)
-        names = FeedNames(self._feed, settings.default_max_output_tokens)
-        fleet = EngineFleet(
-            FleetDeps(
-                router=self._router,
-                hasher=BlockHasher(pepper, config.ladder),
-                client=self._client,
-                names=names,
-                decisions=self._decisions,
-                monotonic_s=clock.monotonic_s,
-                dice=random.random,
-                engine_key=engine_secret,
-            ),
-            settings.default_max_output_tokens,
+        self._client = EngineClient()
+
+    def _build_fleet(self, settings: Settings) -> EngineFleet:
+        deps = FleetDeps(
+            router=self._router,
+            hasher=BlockHasher(self._pepper, _ROUTER.ladder),
+            client=self._client,
+            names=self._names,
+            decisions=self._decisions,
+            monotonic_s=self._clock.monotonic_s,
+            dice=random.random,
+            engine_key=engine_secret,
         )
+        return EngineFleet(deps, settings.default_max_output_tokens)
+
+    def _build_doors(self, settings: Settings, facts: ProcessFacts, fleet: EngineFleet) -> None:
         self._telemetry = Telemetry(
             facts.run_dir / "metrics", settings.access_log, lambda name: fleet.model(name) is not None
         )
         edge = OpenAiEdge()
-        path = Path(
-            Ports(fleet, self._limits, self._spool, edge, clock, self._prices.version_at),
-            _deadlines(settings),
-            facts.node,
-        )
+        ports = Ports(fleet, self._limits, self._spool, edge, self._clock, self._prices.version_at)
         self._routes = OpenAiRoutes(
-            RoutesDeps(path, edge, self._feed, clock, self._telemetry, lambda who: self._models(who, names)),
-            RoutesConfig(pepper, self._feed.allowed_age_s, settings.max_body_bytes, settings.idle_timeout_s),
+            RoutesDeps(
+                Path(ports, _deadlines(settings), facts.node),
+                edge,
+                self._feed,
+                self._clock,
+                self._telemetry,
+                self._models,
+            ),
+            RoutesConfig(self._pepper, self._feed.allowed_age_s, settings.max_body_bytes, settings.idle_timeout_s),
         )
         self._ops = OpsRoutes(self._readiness, self._telemetry.render)
-        announcer = RedisAnnouncer(settings.redis_url) if redis_url else None
-        store = KeyStore(self._engine, pepper, announce=announcer)
+        announcer = RedisAnnouncer(settings.redis_url) if settings.redis_url.get_secret_value() else None
+        store = KeyStore(self._engine, self._pepper, announce=announcer)
         self._admin = build_admin_app(
             AdminDeps(
                 store=store,
                 catalog=CatalogStore(store.db),
                 feed=self._feed,
-                pepper=pepper,
+                pepper=self._pepper,
                 reports=SqlReports(self._engine),
                 prices=SqlPrices(store.db),
                 decisions=self._decisions,
             )
         )
-        self._ticker: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """The ASGI entry: the data plane first, everything else is the framework's."""
@@ -211,7 +220,7 @@ class Gateway:
         await self._feed.stop()
         await self._prices.stop()
         self._engine.dispose()
-        self._telemetry.flush()
+        self._telemetry.close()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -232,22 +241,24 @@ class Gateway:
         self._router.set_endpoints([modelled_speed(each) for each in endpoints], time.monotonic())
 
     async def _tick(self) -> None:
-        metrics = self._telemetry.metrics
-        pid = str(self._facts.incarnation)
         while True:
             await asyncio.sleep(_TICK_S)
-            self._telemetry.flush()
             feed, spool = self._feed.state(), self._spool.state()
-            metrics.health.labels("sql", pid).set(feed.answering)
-            metrics.health.labels("redis", pid).set(self._limits.state().answering)
-            metrics.gauges.labels("key_snapshot_age_s").set(feed.age_s)
-            metrics.gauges.labels("key_epoch_count").set(feed.epoch)
-            metrics.gauges.labels("spool_bytes").set(spool.node_bytes)
-            metrics.gauges.labels("spool_open_count").set(spool.open_count)
-            metrics.gauges.labels("prefix_index_bytes").set(self._router.index_bytes)
+            shipper = read_status(self._settings.spool_dir)
+            self._telemetry.tick(
+                {"sql": feed.answering, "redis": self._limits.state().answering},
+                {
+                    "key_snapshot_age_s": feed.age_s,
+                    "key_epoch_count": feed.epoch,
+                    "spool_bytes": spool.node_bytes,
+                    "spool_open_count": spool.open_count,
+                    "shipper_lag_s": None if shipper is None else shipper.lag_s,
+                    "prefix_index_bytes": self._router.index_bytes,
+                },
+            )
 
-    def _models(self, who: Principal, names: FeedNames) -> list[str]:
-        known = names.names() | self._router.models
+    def _models(self, who: Principal) -> list[str]:
+        known = self._names.names() | self._router.models
         return sorted(name for name in known if who.models is None or name in who.models)
 
     def _readiness(self) -> Readiness:

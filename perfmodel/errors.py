@@ -4,6 +4,7 @@
     +-- ConfigError        a setting or a data file cannot be used (also: an unknown device or model name)
     +-- RequestError       a request handed to the simulated engine is malformed (a fault of the caller, never of load)
     +-- BlockPoolError     the block pool was asked for what its invariants forbid (a bug in this package)
+    +-- PortError          a port or address cannot be bound (adapters only)
     +-- ClientError        an HTTP request cannot be answered; carries the engine's error object (adapters only)
 
 Expected outcomes (the queue is full, the request can never fit) are values of `scheduler.SubmitOutcome`, not
@@ -27,6 +28,10 @@ class RequestError(PerfModelError):
 
 class BlockPoolError(PerfModelError):
     """An invariant of the block pool would break. Seeing this means a bug, never load."""
+
+
+class PortError(PerfModelError):
+    """A socket cannot be bound. The message names the address and says why."""
 
 
 class ClientError(PerfModelError):

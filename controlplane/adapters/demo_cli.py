@@ -12,13 +12,51 @@ from typing import Annotated
 
 import typer
 
+# Beside what `serve` keeps in .inferplane, so that a demo never wipes a real database.
+_DATA_DIR = Path(".inferplane/demo")
 # How often the embedded Redis is looked at by the process that keeps it.
 _REDIS_POLL_S = 0.1
 
 
 def register(app: typer.Typer) -> None:
     """Add `demo` and the hidden `redis-process`."""
+    app.command("demo")(demo)
     app.command("redis-process", hidden=True)(redis_process)
+
+
+def demo(
+    *,
+    exit_after: Annotated[bool, typer.Option("--exit", help="Stop when the results are shown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = None,
+    data_dir: Annotated[Path, typer.Option(help="Folder of everything; emptied at the start.")] = _DATA_DIR,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what an earlier demo left in the folder.")] = False,
+    duration_s: Annotated[float, typer.Option(help="Seconds of traffic.", min=1.0, max=86_400.0)] = 60.0,
+    speed: Annotated[float, typer.Option(help="How many times faster than life the engines are.", min=0.1)] = 1.0,
+    engine: Annotated[str | None, typer.Option(help="llama: add a real llama.cpp engine on the CPU.")] = None,
+) -> None:
+    """Run everything on this machine: gateway, simulated engines, router, ledger, tenants and a minute of traffic."""
+    import psutil
+
+    from billing.errors import BillingError
+    from controlplane.errors import GatewayError
+
+    if engine not in (None, "llama"):
+        raise typer.BadParameter(f"engine is {engine!r}; expected llama.", param_hint="--engine")
+    from controlplane.adapters.demo import DemoOptions, run
+
+    options = DemoOptions(
+        data_dir, port, duration_s, speed, engine is not None, keep, exit_after, as_json, psutil.Process().create_time()
+    )
+    try:
+        status = run(options)
+    except (GatewayError, BillingError) as fault:
+        typer.echo(str(fault), err=True)
+        raise typer.Exit(1) from None
+    except OSError as fault:
+        typer.echo(f"data_dir {data_dir}: {fault.strerror or fault}.", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(status)
 
 
 def redis_process(folder: Annotated[Path, typer.Option("--folder", help="Folder of the server.")]) -> None:

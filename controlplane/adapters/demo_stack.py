@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from controlplane.adapters import node
 from controlplane.adapters.processes import Child, Supervisor
 from controlplane.config import Settings
 from controlplane.errors import ConfigError
@@ -135,15 +134,18 @@ class Stack:
 
     def start_gateways(self, sock: socket.socket, run_dir: Path) -> None:
         """Start the gateway processes and the shipper. Redis must have said where it listens."""
+        from controlplane.adapters import node
+
         env = self._env(run_dir)
         for child in node.gateway_children(self.settings, sock, env, None):
             gateway = child.name.startswith("gateway")
-            self._start(replace(child, group="gateways" if gateway else "", stop_timeout_s=10.0))
+            self._start(replace(child, group="front" if gateway else "", stop_timeout_s=10.0))
 
     def start_worker(self, run_dir: Path) -> None:
         """Start the Celery worker with its beat."""
         argv = [*_me(), "worker"]
-        self._start(Child("worker", argv, self._env(run_dir), essential_s=_ESSENTIAL_S, stop_timeout_s=10.0))
+        child = Child("worker", argv, self._env(run_dir), essential_s=_ESSENTIAL_S, group="front", stop_timeout_s=10.0)
+        self._start(child)
 
     def tick(self) -> None:
         """Restart what died and follow engines to their new addresses. Raises ConfigError when the whole must end."""
@@ -193,6 +195,8 @@ class Stack:
         return self._logs / f"{name.replace(' ', '-')}.log"
 
     def _env(self, run_dir: Path) -> dict[str, str]:
+        from controlplane.adapters import node
+
         settings = self.settings.model_copy(update={"endpoints_file": self.endpoints_file})
         return {**node.child_env(settings, self.redis_url, run_dir), **_ENV}
 

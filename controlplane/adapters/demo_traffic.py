@@ -36,6 +36,7 @@ _TOKEN_BYTES = 4
 _SYSTEM_TOKENS = 12_000
 _TOOLS_TOKENS = 4_000
 _TOOL_COUNT = 16
+_CHAT_SYSTEM_TOKENS = 300
 # Medians and sigmas of lognormal laws, in tokens (TraceLab fits), and the bounds that keep a minute's demo lively.
 _REPOSITORY = (8_000, 0.45, 5_000, 24_000)
 _TOOL_RESULT = (330, 1.62, 16, 6_000)
@@ -156,17 +157,16 @@ class _Sessions:
         self._client = client
         self._tally = tally
         self._over = asyncio.Event()
-        dice = random.Random(plan.seed)
+        dice = _dice(f"{plan.seed}")
         self._words = [_word(dice) for _ in range(_WORD_COUNT)]
         self._system = {"role": "system", "content": self._text(dice, _SYSTEM_TOKENS)}
         self._tools = [self._tool(dice, number) for number in range(_TOOL_COUNT)]
 
     async def run(self) -> None:
         """Drive every session until the time is over, then let running answers end."""
-        sessions: list[Coroutine[Any, Any, None]] = []
         # A short chat first: it is what shows the first token soonest.
-        for number in range(_CHAT_SESSION_COUNT):
-            sessions.append(self._repeat(self._chat, number, 0.0 if not number else self._plan.duration_s / 8 * number))
+        gap_s = self._plan.duration_s / (2 * _CHAT_SESSION_COUNT)
+        sessions = [self._repeat(self._chat, n, gap_s * n) for n in range(_CHAT_SESSION_COUNT)]
         sessions += [self._repeat(self._agent, n, _START_GAP_S * n) for n in range(AGENT_SESSION_COUNT)]
         sessions += [self._repeat(self._batch, n, 0.5) for n in range(_BATCH_STREAM_COUNT)]
         if self._plan.llama_model is not None:
@@ -201,7 +201,7 @@ class _Sessions:
         life = 0
         while not self._over.is_set():
             name = f"{session.__name__.strip('_')}-{number}-{life}"
-            await session(random.Random(f"{self._plan.seed}/{name}"), name)
+            await session(_dice(f"{self._plan.seed}/{name}"), name)
             life += 1
 
     async def _agent(self, dice: random.Random, name: str) -> None:
@@ -225,7 +225,7 @@ class _Sessions:
             messages.append({"role": "user", "content": content})
 
     async def _chat(self, dice: random.Random, name: str) -> None:
-        messages = [{"role": "system", "content": self._text(random.Random(self._plan.seed), 300)}]
+        messages = [{"role": "system", "content": self._text(_dice(f"{self._plan.seed}"), _CHAT_SYSTEM_TOKENS)}]
         for _ in range(_MAX_CHAT_TURNS):
             messages.append({"role": "user", "content": self._text(dice, _draw_count(dice, _USER_TURN))})
             told = await self._call(CHAT, name, messages, _draw_count(dice, _CHAT_ANSWER))
@@ -302,6 +302,10 @@ class _Sessions:
         schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
         function = {"name": f"tool_{number}", "description": about, "parameters": schema}
         return {"type": "function", "function": function}
+
+
+def _dice(seed: str) -> random.Random:
+    return random.Random(seed)  # noqa: S311 - it makes texts and waits, the same for the same seed
 
 
 def _word(dice: random.Random) -> str:

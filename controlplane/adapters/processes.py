@@ -49,7 +49,7 @@ class Child:
     essential_s: float = 0.0
     """If it dies within this time of its first start, the whole ends."""
     group: str = ""
-    """Children of one group that were started one after the other are stopped at once; empty: by itself."""
+    """Children of one group are stopped at once; empty: by itself."""
 
 
 @dataclass(slots=True)
@@ -148,13 +148,11 @@ class Supervisor:
         return None
 
     def stop(self) -> None:
-        """Stop the children, last started first; those of one group together."""
-        left = list(self._running)
-        while left:
-            group = left[-1].child.group
-            together = [left.pop()]
-            while left and group and left[-1].child.group == group:
-                together.append(left.pop())
+        """Stop the children, last started first; a group at once, in the place of the first of it."""
+        groups: dict[str, list[_Running]] = {}
+        for running in self._running:
+            groups.setdefault(running.child.group or f"alone: {running.child.name}", []).append(running)
+        for together in reversed(groups.values()):
             for running in together:
                 if running.process.poll() is None:
                     running.process.terminate()

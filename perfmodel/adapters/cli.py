@@ -82,7 +82,7 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
     as_json: Annotated[bool, typer.Option("--json", help="Print where it listens as one JSON line.")] = False,
 ) -> None:
     """Run a simulated engine that speaks vLLM's HTTP API, metrics and KV events."""
-    from perfmodel.errors import ConfigError
+    from perfmodel.errors import ConfigError, PortError
 
     options = _Options(
         arch, hardware, tensor_parallel, dtype, model, host, port, block_size, num_gpu_blocks_override, max_num_seqs,
@@ -95,6 +95,9 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
     except ConfigError as fault:
         typer.echo(f"engine-sim: {fault}", err=True)
         raise typer.Exit(2) from None
+    except PortError as fault:
+        typer.echo(f"engine-sim: {fault}", err=True)
+        raise typer.Exit(1) from None
     except OSError as fault:
         raise typer.Exit(_cannot_listen(fault, host, port)) from None
 

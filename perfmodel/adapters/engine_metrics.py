@@ -4,8 +4,8 @@ Owns: the histograms, the counters that the core does not keep, and the Promethe
 counters of the core (`scheduler.EngineStats`), which are read when somebody asks.
 Times are the model's: at `--speed 1` they are real seconds, at another speed they are what the engine would report.
 Series that name something the simulation has none of (other cache tiers, multi-modal input) are present and zero.
-Series of vLLM that are missing: `vllm:estimated_*` and the web framework's `http_*` and `python_*`; `inferplane_sim:*`
-is added.
+Series of vLLM that are missing: `vllm:estimated_*`, and the web framework's `http_*` and `python_*`. Added:
+`inferplane_sim:*`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from perfmodel.adapters.engine_wire import Generation
 from perfmodel.scheduler import EngineStats, Finished, FinishReason, StepOutcome
@@ -113,6 +115,9 @@ class EngineMetrics:
     def __init__(self, facts: MetricsFacts) -> None:
         tokens = _round_buckets(facts.max_model_tokens)
         self._facts = facts
+        # The process's CPU, memory and files, read when somebody asks.
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
         self._rejected = 0
         self._finished: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
         self.ttft = Histogram(_TTFT_S)
@@ -186,7 +191,7 @@ class EngineMetrics:
         self._write_counters(page, gauges.stats)
         self._write_histograms(page)
         self._write_own(page, gauges)
-        return page.text()
+        return page.text() + generate_latest(self._process)
 
     def _write_gauges(self, page: _Page, gauges: Gauges) -> None:
         stats = gauges.stats
@@ -203,7 +208,8 @@ class EngineMetrics:
         ]
         page.gauge("vllm:engine_sleep_state", "1 for the state the engine is in.", states)
         page.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use (1 is all).", [({}, stats.kv_usage_ratio)])
-        page.gauge("vllm:cache_config_info", "The cache's configuration, as labels.", [(self._cache_config(), 1)])
+        config = [(self._cache_config(), 1)]
+        page.gauge("vllm:cache_config_info", "The cache's configuration, as labels.", config, model=False)
 
     def _cache_config(self) -> dict[str, str]:
         facts = self._facts
@@ -306,11 +312,13 @@ class _Page:
         """The page."""
         return ("\n".join(self._lines) + "\n").encode()
 
-    def gauge(self, name: str, about: str, samples: Iterable[tuple[dict[str, str], float]]) -> None:
+    def gauge(
+        self, name: str, about: str, samples: Iterable[tuple[dict[str, str], float]], *, model: bool = True
+    ) -> None:
         """A gauge with its samples."""
         self._header(name, about, "gauge")
         for labels, value in samples:
-            self._sample(name, self._labels(labels), value)
+            self._sample(name, self._labels(labels, model=model), value)
 
     def counter(
         self, name: str, about: str, samples: Sequence[tuple[dict[str, str], float]], *, engine: bool = True
@@ -336,8 +344,12 @@ class _Page:
     def _header(self, name: str, about: str, kind: str) -> None:
         self._lines += (f"# HELP {name} {about}", f"# TYPE {name} {kind}")
 
-    def _labels(self, labels: Mapping[str, str], *, engine: bool = True) -> str:
-        every = {**labels, "model_name": self._model} | ({"engine": "0"} if engine else {})
+    def _labels(self, labels: Mapping[str, str], *, engine: bool = True, model: bool = True) -> str:
+        every = dict(labels)
+        if engine:
+            every["engine"] = "0"
+        if model:
+            every["model_name"] = self._model
         return ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted(every.items()))
 
     def _sample(self, name: str, labels: str, value: float) -> None:

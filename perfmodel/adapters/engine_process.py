@@ -23,7 +23,7 @@ _GC_THRESHOLD = 50_000
 
 
 def run_engine(config: ServerConfig, timing: StepTiming, *, as_json: bool) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken and ConfigError when the events' port is."""
+    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken and PortError when the events' port is."""
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(config, timing, as_json))

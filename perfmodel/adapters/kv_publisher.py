@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import zmq
 
-from perfmodel.errors import ConfigError
+from perfmodel.errors import ConfigError, PortError
 from perfmodel.kv_cache import BlockRemoved, BlockStored, KvEvent
 
 # vLLM's defaults of KVEventsConfig (recorded in kv_event_sources.json).
@@ -100,7 +100,7 @@ class KvPublisher:
         try:
             self.endpoint = self._bind(self._pub, config.port)
             self.replay_endpoint = self._bind(self._router, config.replay_port)
-        except ConfigError:
+        except PortError:
             self._context.destroy(linger=0)
             raise
         self._loop.add_reader(self._router.FD, self._on_replay_socket)
@@ -151,7 +151,7 @@ class KvPublisher:
         try:
             socket.bind(wanted)
         except zmq.ZMQError as fault:
-            raise ConfigError(f"KV events cannot be published on {wanted}: {fault.strerror}") from fault
+            raise PortError(f"KV events cannot be published on {wanted}: {zmq.strerror(fault.errno or 0)}") from fault
         return bytes(socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\x00")
 
     def _on_replay_socket(self) -> None:

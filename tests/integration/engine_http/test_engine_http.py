@@ -10,6 +10,7 @@ import datetime
 import ipaddress
 import json
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -421,6 +422,20 @@ async def test_the_truth_log_is_written_line_by_line(tmp_path: Path, client: Eng
     await engine.stop()
     assert (began["ended"], began["script"]) == ("", "normal")
     assert (ended["ended"], ended["tokens_sent"]) == ("completed", 5)
+
+
+async def test_the_scripted_engine_runs_as_a_process(tmp_path: Path, client: EngineClient) -> None:
+    log = tmp_path / "truth.jsonl"
+    command = [sys.executable, "-m", "tests.fakes.scripted_engine", "--port", "0", "--log", str(log), "--model", "x"]
+    root = Path(__file__).parents[3]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=root)
+    assert process.stdout is not None
+    port = int(await asyncio.wait_for(process.stdout.readline(), 10.0))
+    answer = await client.send(call(port, b'{"model":"m","stream":true,"max_tokens":3}'))
+    assert (await whole(answer)).endswith(b"[DONE]\n\n")
+    assert await until(lambda: log.read_text().count("\n") == 2)
+    process.terminate()
+    await process.wait()
 
 
 def test_a_header_cannot_break_out_of_its_line() -> None:

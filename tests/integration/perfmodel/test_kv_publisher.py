@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from perfmodel.adapters.engine_server import EngineServer
 from perfmodel.adapters.kv_publisher import KvPublisher, PublisherConfig
-from perfmodel.errors import ConfigError
+from perfmodel.errors import PortError
 from perfmodel.kv_cache import BlockRemoved
 from tests.integration.perfmodel.conftest import StartEngine
 
@@ -204,7 +204,7 @@ async def test_a_taken_port_is_one_clear_sentence() -> None:
     first = KvPublisher(PublisherConfig("127.0.0.1", "kv"), lambda: 1.5)
     try:
         port = int(first.endpoint.rsplit(":", 1)[1])
-        with pytest.raises(ConfigError, match=r"KV events cannot be published on tcp://127.0.0.1:\d+: Address"):
+        with pytest.raises(PortError, match=r"KV events cannot be published on tcp://127.0.0.1:\d+: Address"):
             KvPublisher(PublisherConfig("127.0.0.1", "kv", port=port), lambda: 1.5)
     finally:
         first.close()

