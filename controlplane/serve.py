@@ -40,9 +40,13 @@ from router.endpoints import Ending
 
 # Attempts per request: the first, and one elsewhere when the engine is lost before its first token (DESIGN 4.1).
 _MAX_ATTEMPTS = 2
-# HTTP: statuses from here on are errors, and from there on the server's own.
+# HTTP: an answer, a redirect (which an engine has no business to send), the caller's error, the server's own.
+_OK_STATUS = 200
+_FIRST_REDIRECT_STATUS = 300
 _FIRST_ERROR_STATUS = 400
 _FIRST_CRASH_STATUS = 500
+# An engine that refuses our credentials is misconfigured: that is no fault of the caller, who must not hear of it.
+_CREDENTIALS = frozenset({401, 403, 407})
 # Back-pressure, not death (reference router R21): 429 and 503.
 _BUSY = frozenset({429, 503})
 # The status that access logs use for a client that left (nginx's convention; never sent).
@@ -65,6 +69,7 @@ _TRUNCATED = Fault(
     502, "The engine's stream ended before the answer was complete.", "server_error", code="upstream_stream_truncated",
     elsewhere=True, ending=Ending.FAILED, outcome=Outcome.TRUNCATED,
 )  # fmt: skip
+_ENGINE_FAILED = Fault(502, "The engine failed.", "server_error", code="engine_error", elsewhere=True)
 _DRAINED = Fault(
     503, "The gateway is shutting down and the drain deadline has passed.", "server_error", code="gateway_draining",
     retry_after_s=1.0, outcome=Outcome.CANCELLED,
@@ -265,7 +270,7 @@ class Path:
         except EngineError as error:
             return engine_fault(error)
         attempt.answer = answer
-        if answer.status >= _FIRST_ERROR_STATUS:
+        if not _OK_STATUS <= answer.status < _FIRST_REDIRECT_STATUS:
             return await self._engine_refused(run, answer)
         try:
             if run.call.request.wish.stream:
@@ -291,11 +296,10 @@ class Path:
                 answer.status, "The engine is busy.", "server_error", code="engine_overloaded",
                 retry_after_s=wait_s or 1.0, engine_body=body, elsewhere=True, ending=Ending.BUSY,
             )  # fmt: skip
+        if answer.status < _FIRST_ERROR_STATUS or answer.status in _CREDENTIALS:
+            return replace(_ENGINE_FAILED, message="The engine does not accept requests of this gateway.")
         if answer.status >= _FIRST_CRASH_STATUS:
-            return Fault(
-                502, "The engine failed.", "server_error", code="engine_error",
-                engine_body=body, elsewhere=True, ending=Ending.FAILED,
-            )  # fmt: skip
+            return replace(_ENGINE_FAILED, engine_body=body)
         return Fault(
             answer.status, "The engine refused the request.", "invalid_request_error", engine_body=body,
             ending=Ending.REFUSED, outcome=Outcome.REJECTED_BY_ENGINE,
@@ -324,11 +328,14 @@ class Path:
         meter = attempt.meter = self._p.fleet.meter(attempt.target, run.call)
         left = self._left(run)
         wait_s, held = left.first_byte_s, b""
-        out = b""
+        out, lost = b"", _TRUNCATED
         while not meter.done:
-            data = await answer.read(min(wait_s, self._left(run).total_s))
+            try:
+                data = await answer.read(min(wait_s, self._left(run).total_s))
+            except EngineError as error:
+                data, lost = b"", engine_fault(error)
             if run.sink.drained:
-                self._delivered(attempt, meter)
+                self._delivered(run, attempt, meter)
             out = held + (meter.feed(data) if data else meter.flush())
             held = b""
             if not data:
@@ -337,12 +344,14 @@ class Path:
                 if not (meter.first_token or meter.done or len(out) > _MAX_HELD_BYTES):
                     held = out
                     continue
+                if meter.failed:
+                    break
                 await self._begin(run, attempt, answer)
                 wait_s = left.idle_s
             if out and not meter.done:
                 await run.sink.write(out)
                 out = b""
-        return await self._end_stream(run, attempt, out)
+        return await self._end_stream(run, attempt, out, lost)
 
     async def _begin(self, run: _Run, attempt: _Attempt, answer: Answer) -> None:
         attempt.first_token_ns = self._p.clock.unix_ns()
@@ -351,23 +360,27 @@ class Path:
         run.trace.status = answer.status
         await run.sink.start(answer.status, self._p.edge.headers(run.call, run.view, run.trace, answer))
 
-    async def _end_stream(self, run: _Run, attempt: _Attempt, rest: bytes) -> Fault | None:
+    async def _end_stream(self, run: _Run, attempt: _Attempt, rest: bytes, lost: Fault) -> Fault | None:
         """Close the books, then send the last bytes. A cut stream is told as such, never as a finished one."""
         meter, answer = attempt.meter, attempt.answer
         assert meter is not None and answer is not None
         end = meter.end()
         if end is StreamEnd.TRUNCATED:
             answer.abort()
-            return await self._broken(run, attempt, _TRUNCATED, rest)
+            return await self._broken(run, attempt, lost, rest)
         if not run.sink.started:
+            if end is StreamEnd.ENGINE_ERROR:
+                answer.abort()
+                return _ENGINE_FAILED
             await self._begin(run, attempt, answer)
         outcome = Outcome.COMPLETED if end is StreamEnd.COMPLETED else Outcome.FAILED
         self._close(run, attempt, outcome, answer.status, billable=True, usage=meter.engine_usage())
+        if not meter.done:  # every choice finished, but the engine was cut before it said so
+            answer.abort()
+            await run.sink.finish(rest + b"data: [DONE]\n\n")
+            return None
         await run.sink.finish(rest)
-        if (
-            meter.done
-        ):  # the engine's own last bytes (an empty chunk) still have to come for the connection to be reused
-            await answer.read(_TAIL_S)
+        await answer.read(_TAIL_S)  # the engine's last, empty chunk: only then can its connection be used again
         answer.release()
         return None
 
@@ -377,18 +390,25 @@ class Path:
             return fault
         if attempt.closed:
             return None
-        usage = attempt.meter.delivered_usage() if attempt.meter is not None else None
+        usage = self._delivered_usage(run, attempt.meter) if attempt.meter is not None else None
         run.trace.reason = fault.code or fault.type
         self._close(run, attempt, fault.outcome, fault.status, billable=True, usage=usage, fault=fault)
         await run.sink.finish(rest + self._p.edge.stream_fault(fault))
         return None
 
-    def _delivered(self, attempt: _Attempt, meter: Meter) -> None:
+    def _delivered_usage(self, run: _Run, meter: Meter) -> Usage:
+        """What the client got. An engine that tells no counts before its end leaves the input to our estimate."""
+        usage = meter.delivered_usage()
+        if usage.uncached_input_tokens is None and run.sink.started:
+            return replace(usage, uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True)
+        return usage
+
+    def _delivered(self, run: _Run, attempt: _Attempt, meter: Meter) -> None:
         """The client's socket has taken everything so far: note it, and write it down when a checkpoint is due."""
         meter.delivered()
         if not meter.checkpoint_due(self._p.clock.monotonic_s()):
             return
-        usage = meter.delivered_usage()
+        usage = self._delivered_usage(run, meter)
         self._p.books.checkpoint(
             UsageCheckpoint(
                 event_id=attempt.event_id,
@@ -457,7 +477,7 @@ class Path:
         if attempt.answer is not None:
             attempt.answer.abort()
         if attempt.meter is not None:
-            usage = replace(attempt.meter.delivered_usage(), estimated=True)
+            usage = replace(self._delivered_usage(run, attempt.meter), estimated=True)
         elif run.call.request.wish.stream:
             usage = replace(UNKNOWN_USAGE, estimated=True)
         else:
@@ -473,7 +493,8 @@ class Path:
             return
         if attempt.answer is not None:
             attempt.answer.abort()
-        usage = attempt.meter.delivered_usage() if attempt.meter is not None and run.sink.started else None
+        meter = attempt.meter
+        usage = self._delivered_usage(run, meter) if meter is not None and run.sink.started else None
         fault = Fault(500, "", "server_error", code="internal_error", ending=Ending.CANCELLED)
         self._close(run, attempt, Outcome.FAILED, fault.status, billable=True, usage=usage, fault=fault)
 

@@ -108,14 +108,19 @@ class ChatClient:
         """Close every connection."""
         await self._http.aclose()
 
-    async def ready(self) -> bool:
-        """Whether the gateway says that it is ready."""
+    async def blocker(self) -> str | None:
+        """Why the gateway takes no requests yet, in one sentence; None: it does."""
         try:
             answer = await self._http.send(self._call("GET", "/readyz", "", b"", 5.0))
-            await answer.read_all(_MAX_ANSWER_BYTES, 5.0)
+            body = await answer.read_all(_MAX_ANSWER_BYTES, 5.0)
         except EngineError:
-            return False
-        return answer.status == 200
+            return "it does not answer"
+        if answer.status == 200:
+            return None
+        try:
+            return "; ".join(orjson.loads(body)["blockers"]) or "it does not say why"
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return f"it answered {answer.status}"
 
     async def chat(self, ask: Ask) -> Told:
         """Make one call. Never raises for what a gateway can do; a cancelled call closes its connection."""

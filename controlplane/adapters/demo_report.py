@@ -28,6 +28,8 @@ _SETTLE_S = 30.0
 _POLL_S = 0.1
 _HTTP_TIMEOUT_S = 30.0
 _MINUTE_S = 60
+# A pipe has no width: the table's own and a line of text fit this.
+_PIPE_COLUMNS = 120
 # What is shown -> the usage API's field.
 _TOKEN_KINDS = {
     "uncached_input": "input_uncached_tokens",
@@ -169,16 +171,16 @@ def reconcile_all(place: Place) -> Report:
         engine.dispose()
 
 
-def show(results: Results, width: int | None = None) -> None:
+def show(results: Results) -> None:
     """Print the table on standard output."""
     from rich.console import Console
     from rich.table import Table
 
     told = results.as_json()
     table = Table(title="inferplane demo", title_justify="left")
-    table.add_column("")
-    for column in ("requests", "TTFT p50 ms", "p95", "TPOT p50 ms", "p95", "prefix hits", "bill USD"):
-        table.add_column(column, justify="right")
+    table.add_column("", no_wrap=True)
+    for column in ("requests", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "prefix hits", "bill USD"):
+        table.add_column(column, justify="right", no_wrap=True)
     bill = {line["tenant"]: line["usd"] for line in results.bill}
     for workload in dict.fromkeys(call.workload for call in results.calls):
         calls = [call for call in results.calls if call.workload == workload]
@@ -187,7 +189,9 @@ def show(results: Results, width: int | None = None) -> None:
     total = sum((Decimal(amount) for amount in bill.values()), Decimal(0))
     table.add_section()
     table.add_row("all", *_cells(simulated, results.sent_count, results.calls), _short(f"{total:f}"))
-    console = Console(width=width)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_COLUMNS)
     console.print(table)
     tokens = told["tokens"]
     console.print(

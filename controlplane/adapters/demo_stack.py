@@ -160,30 +160,12 @@ class Stack:
 
     def await_redis(self) -> None:
         """Wait until Redis has said where it listens. Raises ConfigError."""
-        self._await("redis", lambda: bool(self.redis_url))
-
-    def await_engines(self, *, all_of_them: bool) -> None:
-        """Wait until one engine, or every one, has said where it listens. Raises ConfigError."""
-        wanted = len(self._engines) if all_of_them else 1
-        self._await("an engine", lambda: len(self.engine_urls) >= wanted)
-
-    def last_words(self, name: str) -> str:
-        """The last line that a child wrote; empty when it wrote none."""
-        log = self._log_of(name)
-        if not log.exists():
-            return ""
-        lines = log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
-
-    def _await(self, what: str, there: Any) -> None:
         until_s = time.monotonic() + START_DEADLINE_S
-        while True:
-            self.tick()
-            if there() or self._supervisor.stopping:
-                return
+        while not self.redis_url and not self._supervisor.stopping:
             if time.monotonic() > until_s:
-                raise ConfigError(f"{what} did not start within {START_DEADLINE_S:g} s; the logs are in {self._logs}.")
+                raise ConfigError(f"redis did not start within {START_DEADLINE_S:g} s; its log is in {self._logs}.")
             self._supervisor.wait(0.02)
+            self.tick()
 
     def _start(self, child: Child) -> Announced:
         log = self._log_of(child.name)

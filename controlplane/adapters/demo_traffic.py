@@ -138,9 +138,9 @@ class Traffic:
         client = ChatClient(self._plan.host, self._plan.port)
         try:
             until_s = time.monotonic() + START_DEADLINE_S
-            while not await client.ready():
+            while (blocker := await client.blocker()) is not None:
                 if time.monotonic() > until_s:
-                    self.tally.fault = f"The gateway was not ready within {START_DEADLINE_S:g} s."
+                    self.tally.fault = f"The gateway was not ready within {START_DEADLINE_S:g} s: {blocker}."
                     return
                 await asyncio.sleep(0.03)
             self.tally.ready_unix_s, self.tally.began_s = time.time(), time.monotonic()

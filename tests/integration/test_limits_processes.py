@@ -39,7 +39,7 @@ def limit(name: str, dimension: Dimension, amount: int, period_s: int, burst: in
 THREE = limit("three", Dimension.REQUESTS, 3, 60, 3)
 SIX_HUNDRED = limit("six-hundred", Dimension.REQUESTS, 600, 60, 600)
 TOKENS = limit("tokens", Dimension.OUTPUT_TOKENS, 60_000, 60, 20_000)
-SLOTS = limit("slots", Dimension.CONCURRENCY, 20, 1, 0)
+SLOTS = limit("slots", Dimension.CONCURRENCY, 8, 1, 0)  # fewer than the 12 tasks that want one
 ALL = (THREE, SIX_HUNDRED, TOKENS, SLOTS)
 # One row of a log: limit name, admitted (ns), ended (ns), tokens that count, tokens asked.
 Row = tuple[str, int, int, int, int]
@@ -71,6 +71,7 @@ def hammering(url: str, seconds: float, limits: tuple[Limit, ...], pipe: Connect
         log: list[Row] = []
         port = RedisLimits(url, uuid.uuid4().hex)
         await port.start()
+        pipe.send("started")
         until_ns = time.monotonic_ns() + int(seconds * 1e9)
         await asyncio.gather(*(hammer(port, one, until_ns, log, number) for one in limits for number in range(3)))
         await port.aclose()
@@ -142,14 +143,14 @@ def check(log: list[Row]) -> None:
 def test_four_processes_never_exceed_a_limit_together(redis_url: str) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(started(hammering, redis_url, 4.0, ALL)) for _ in range(4)]
+        assert [pipe.recv() for _, pipe in workers] == ["started"] * 4
         log = [row for _, pipe in workers for row in pipe.recv()]
     check(log)
-    print({one.limit_id: (overshoot(log, one), sum(r[0]==one.limit_id for r in log)) for one in ALL}, sum(r[3] for r in log if r[0]=="tokens"), most_running(log))
     counts = {one.limit_id: sum(row[0] == one.limit_id for row in log) for one in ALL}
     assert counts["three"] == 3
     assert counts["six-hundred"] >= 580, "the limit is there to be used"
     assert sum(row[3] for row in log if row[0] == "tokens") >= 15_000
-    assert most_running(log) >= 15
+    assert most_running(log) >= 7
 
 
 def test_slots_of_killed_processes_return_within_5_s(redis_url: str) -> None:
@@ -165,7 +166,7 @@ def test_slots_of_killed_processes_return_within_5_s(redis_url: str) -> None:
         assert taken == SLOTS.amount
         return (time.monotonic_ns() - since_ns) / 1e9
 
-    with started(holding, redis_url, 10) as (first, one), started(holding, redis_url, 10) as (second, two):
+    with started(holding, redis_url, 4) as (first, one), started(holding, redis_url, 4) as (second, two):
         assert (one.recv(), two.recv()) == ("held", "held")
         time.sleep(1.5)  # past a renewal
         for process in (first, second):
@@ -227,15 +228,16 @@ def test_the_bound_holds_through_kills_of_the_server(tmp_path: Path, persistence
     with contextlib.ExitStack() as stack:
         stack.callback(server.kill)
         workers = [stack.enter_context(started(hammering, server.url, 9.0, ALL)) for _ in range(4)]
-        for wait_s in (3.5, 2.5):
+        assert [pipe.recv() for _, pipe in workers] == ["started"] * 4
+        for wait_s in (2.5, 2.5):
             time.sleep(wait_s)
             server.kill()
             time.sleep(0.2)
             server.start()
+        restarted_ns = time.monotonic_ns()
         log = [row for _, pipe in workers for row in pipe.recv()]
-    print({one.limit_id: (overshoot(log, one), sum(r[0]==one.limit_id for r in log)) for one in ALL}, sum(r[3] for r in log if r[0]=="tokens"), most_running(log))
     check(log)
-    assert sum(row[0] == "six-hundred" for row in log) > 600, "it goes on after a restart"
+    assert any(row[0] == "six-hundred" and row[1] > restarted_ns for row in log), "it goes on after a restart"
 
 
 async def test_without_a_server_leases_are_spent_and_then_refused(tmp_path: Path) -> None:

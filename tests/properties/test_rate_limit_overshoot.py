@@ -468,3 +468,51 @@ def test_the_property_finds_a_planted_fault(
 ) -> None:
     assert overshoot(replay(limits, ops)) == ""
     assert overshoot(replay(limits, ops, buckets, leases)) != ""
+
+
+# ---- a refusal consumes nothing
+
+
+class RefusalConsumes(Buckets):
+    """Grants what passes, limit by limit, although the request as a whole is refused."""
+
+    def _passes(self, pairs: list[tuple[Ask, Bucket]], now_us: int) -> bool:
+        passed = super()._passes(pairs, now_us)
+        if not passed:
+            for ask, bucket in pairs:
+                if ask.need <= self._free(ask.limit, bucket, now_us):
+                    self._grant(ask, bucket, 1, now_us)
+        return passed
+
+
+def free_after_refusals(buckets: type[Buckets], needs: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+    """What is free before and after the refused ones among `needs`, as an observer sees it."""
+    store = buckets()
+    limits = (
+        limit_of(Dimension.REQUESTS, 50, 50),
+        limit_of(Dimension.INPUT_TOKENS, 30, 40, 60),
+        limit_of(Dimension.CONCURRENCY, 9, 0),
+    )
+    watch = Attempt("watch", 0, tuple(Ask(one, "watch") for one in limits))
+    expected, seen = [], []
+    for number, need in enumerate(needs):
+        before = [bucket.level for bucket in store.attempt(watch, 1_000).buckets]
+        asks = tuple(Ask(one, f"l{number}", need=amount, want=3) for one, amount in zip(limits, need, strict=True))
+        if not store.attempt(Attempt("p", 0, asks), 1_000).admitted:
+            expected += before
+            seen += [bucket.level for bucket in store.attempt(watch, 1_000).buckets]
+    return expected, seen
+
+
+NEEDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 10)), max_size=12)
+
+
+@given(needs=NEEDS)
+def test_a_refusal_consumes_nothing(needs: list[tuple[int, int, int]]) -> None:
+    expected, seen = free_after_refusals(Buckets, needs)
+    assert seen == expected
+
+
+def test_the_property_finds_a_refusal_that_consumes() -> None:
+    expected, seen = free_after_refusals(RefusalConsumes, [(10, 41, 1)])
+    assert seen != expected

@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ import pytest
 from perfmodel.adapters.engine_clock import ClockConfig
 from perfmodel.adapters.engine_http import HttpLimits
 from perfmodel.adapters.engine_server import EngineServer
-from perfmodel.scheduler import EngineConfig
+from perfmodel.scheduler import EngineConfig, FinishReason
 from perfmodel.workload import OutputLaw
 from tests.integration.perfmodel.conftest import RECORDED_ENGINE, StartEngine
 
@@ -121,6 +122,37 @@ async def test_requests_can_be_aborted_by_their_id(start_engine: StartEngine) ->
         await client.post("/abort_requests")
         assert (await asked[1]).json()["choices"][0]["finish_reason"] == "abort"
     assert server.core.pool.used_block_count == 0
+
+
+async def test_a_crowd_of_clients_of_which_many_leave_leaves_nothing_behind(start_engine: StartEngine) -> None:
+    server = await start_engine(step_s=0.001, engine=replace(RECORDED_ENGINE, max_sequence_count=16))
+    dice = Random(7)
+
+    async def visit(number: int) -> None:
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": f"{number % 7} " + "word " * dice.randrange(200)}]
+        }
+        body |= {"max_tokens": dice.randrange(1, 60), "stream": dice.random() < 0.7, "n": dice.randrange(1, 3)}
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request_bytes(body, extra="connection: close\r\n"))
+        if dice.random() < 0.5:
+            await asyncio.sleep(dice.random() * 0.3)
+        else:
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+        writer.close()
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*[visit(number) for number in range(150)])
+    await until(lambda: server.core.idle)
+    assert server.core.pool.used_block_count == 0
+    async with client_of(server) as client:
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        text = (await client.get("/metrics")).text
+    finished = server.core.stats().finished_counts
+    assert server.metrics.e2e.count == sum(finished.values())
+    assert min(finished[FinishReason.LENGTH], finished[FinishReason.ABORT]) > 10
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
 
 
 # Clients that dawdle
