@@ -1,19 +1,17 @@
 """From a decision of the limits to what a client is told, and what happens while the store of limits is gone.
 
 Owns: the facts of a refusal (status, message, type, code, wait, retry or not), the values of the rate limit headers,
-and the outage policy per tenant class. Does not own: the arithmetic (`rate_limit`), the shape of the error body
-(`adapters.openai_wire`), or who belongs to which class (the caller says). Reference: gateway.md 2.1, 2.2, 2.12.
+and what an outage policy makes of a refusal. Does not own: the arithmetic (`rate_limit`), the shape of the error body
+(`adapters.openai_wire`), or which policy a tenant has (`tenancy`). Reference: gateway.md 2.1, 2.2, 2.12.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from controlplane.rate_limit import Admitted, Cost, LimitView, RefusalReason, Refused, Ticket
-from controlplane.tenancy import Dimension, Limit
+from controlplane.tenancy import Dimension, Limit, OutagePolicy
 
 # How each dimension is called in a message, and the `type` of its error object (gateway.md 2.1: requests or tokens).
 _NAMES = {
@@ -113,39 +111,12 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{second}" if minutes else second
 
 
-class OutagePolicy(StrEnum):
-    """What happens to a tenant's requests while the store of limits does not answer and the leases are spent."""
+def after_outage(decision: Admitted | Refused, cost: Cost, policy: OutagePolicy) -> Admitted | Refused:
+    """Apply the outage policy of the caller's tenant class (DESIGN 4.2; default: refuse).
 
-    REFUSE = "refuse"
-    ALLOW = "allow"
-    """Serve without limits: only for tenants whose use is bounded otherwise (a dedicated deployment)."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutagePolicies:
-    """The declared policy per tenant class; a class that is not named gets `default` (DESIGN 4.2: refuse)."""
-
-    default: OutagePolicy = OutagePolicy.REFUSE
-    by_class: Mapping[str, OutagePolicy] = field(default_factory=dict)
-
-    def of(self, tenant_class: str | None) -> OutagePolicy:
-        """The policy of a class; None: the default."""
-        return self.default if tenant_class is None else self.by_class.get(tenant_class, self.default)
-
-    def summary(self) -> str:
-        """One line for `/readyz`, e.g. "refuse, dedicated: allow"."""
-        return ", ".join(
-            [self.default.value, *(f"{name}: {self.by_class[name].value}" for name in sorted(self.by_class))]
-        )
-
-
-def after_outage(
-    decision: Admitted | Refused, cost: Cost, policies: OutagePolicies, tenant_class: str | None
-) -> Admitted | Refused:
-    """Apply the outage policy to a decision: only a refusal for want of the store can change, into an admission that
-    takes nothing from any limit (its ticket settles nothing)."""
+    Only a refusal for want of the store can change, into an admission that takes nothing from any limit: its ticket
+    settles nothing. `ALLOW` is for tenants whose use is bounded otherwise, such as a dedicated deployment.
+    """
     if isinstance(decision, Admitted) or decision.reason is not RefusalReason.STORE_UNAVAILABLE:
         return decision
-    if policies.of(tenant_class) is OutagePolicy.REFUSE:
-        return decision
-    return Admitted(Ticket(cost, []), decision.view)
+    return decision if policy is OutagePolicy.REFUSE else Admitted(Ticket(cost, []), decision.view)

@@ -111,7 +111,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Part:
-    """One limit's part in a request being decided: `taken` came from the lease, `ask.need` is asked of the store."""
+    """Mutable: one limit's part in a request while it is being decided. `taken` came from the lease, `ask.need` is asked of the store."""
 
     lease: Lease
     ask: Ask
@@ -121,7 +121,7 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """A request on its way to the store."""
+    """Mutable: a request on its way to the store; the reply fills it."""
 
     cost: Cost
     parts: list[Part]
@@ -130,7 +130,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Report:
-    """A numbered report on its way to the store; kept and sent again, with the same number, until it is answered."""
+    """Mutable: a numbered report on its way to the store, kept and sent again with its number until it is answered."""
 
     leases: list[Lease]
     batches: list[Batch]

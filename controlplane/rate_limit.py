@@ -237,13 +237,15 @@ class Reply:
 
 @dataclass(slots=True)
 class _Lease:
+    """Mutable: what a process holds of a limit, as the store counts it."""
+
     tokens: int
     ends_us: int
 
 
 @dataclass(slots=True)
 class Bucket:
-    """One limit's state in the store."""
+    """Mutable: one limit's state in the store."""
 
     level: int
     fraction: int

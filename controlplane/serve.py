@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from billing.metering import UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
+from controlplane.admission import after_outage
 from controlplane.errors import EngineError, EngineTimeout, EngineUnreachable, SpoolFull
 from controlplane.ports import (
     Answer,
@@ -143,7 +144,7 @@ class Path:
         limits = call.principal.limits_for(facts.served)
         decision: Admitted | Refused | None = p.limits.try_admit(limits, cost, p.clock.monotonic_ns())
         if decision is None:
-            decision = await self._ask_store(limits, cost)
+            decision = after_outage(await self._ask_store(limits, cost), cost, call.principal.outage_policy)
         if isinstance(decision, Refused):
             fault = Fault(429, "", "requests", code=decision.reason.value, refused=decision)
             await self._refuse(call, sink, trace, fault, decision.view)

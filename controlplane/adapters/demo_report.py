@@ -205,7 +205,7 @@ def show(results: Results) -> None:
 
 
 def _verdict(report: Report) -> str:
-    counts = f"{report.event_count} events, {report.spool_event_count} of them still in the spool"
+    counts = f"{report.event_count} events, {report.spool_event_count} of them compared with the spool"
     if report.exact:
         return f"reconcile: exact (spool = events = ledger = engines' own counters; {counts})"
     first = report.differences[0]

@@ -83,7 +83,7 @@ class LimitsOptions:
     opening_s: float = 1.0
     """How long a server that has just started waits for processes that knew an earlier life of it."""
     connections: int = 8
-    policy: str = "refuse"
+    policy: str = "refuse, or as the tenant's class declares"
     """Named in `state()`: what `admission` does while the store is gone."""
     hash_tag: str = "inferplane-limits"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from controlplane.admission import (
-    OutagePolicies,
-    OutagePolicy,
     after_outage,
     duration,
     limit_headers,
@@ -14,7 +12,7 @@ from controlplane.admission import (
     refusal_facts,
 )
 from controlplane.rate_limit import NO_LIMITS, Admitted, Cost, LimitView, RefusalReason, Refused, Ticket
-from controlplane.tenancy import Dimension, Limit
+from controlplane.tenancy import Dimension, Limit, OutagePolicy
 
 
 def limit(dimension: Dimension, amount: int = 1_000, period_s: int = 60, model: str | None = None) -> Limit:
@@ -96,20 +94,16 @@ def test_headers_name_only_limits_that_exist() -> None:
     assert limit_headers(tokens) == (("x-ratelimit-limit-tokens", "1000"), ("x-ratelimit-remaining-tokens", "0"))
 
 
-def test_only_a_declared_class_is_served_while_the_store_is_gone() -> None:
-    policies = OutagePolicies(by_class={"dedicated": OutagePolicy.ALLOW})
+def test_only_a_declared_tenant_is_served_while_the_store_is_gone() -> None:
     gone = refused(RefusalReason.STORE_UNAVAILABLE, None)
-    assert after_outage(gone, Cost(1, 1), policies, None) is gone
-    assert after_outage(gone, Cost(1, 1), policies, "serverless") is gone
-    served = after_outage(gone, Cost(1, 1), policies, "dedicated")
+    assert after_outage(gone, Cost(1, 1), OutagePolicy.REFUSE) is gone
+    served = after_outage(gone, Cost(1, 1), OutagePolicy.ALLOW)
     assert isinstance(served, Admitted)
     assert served.ticket.spends == []
-    assert policies.summary() == "refuse, dedicated: allow"
 
 
 def test_the_outage_policy_changes_no_other_decision() -> None:
-    policies = OutagePolicies(OutagePolicy.ALLOW)
     limited = refused(RefusalReason.RATE_LIMIT, limit(Dimension.REQUESTS))
     admitted = Admitted(Ticket(Cost(0, 0), []), NO_LIMITS)
-    assert after_outage(limited, Cost(0, 0), policies, None) is limited
-    assert after_outage(admitted, Cost(0, 0), policies, None) is admitted
+    assert after_outage(limited, Cost(0, 0), OutagePolicy.ALLOW) is limited
+    assert after_outage(admitted, Cost(0, 0), OutagePolicy.ALLOW) is admitted

@@ -1,0 +1,383 @@
+"""The whole house as real processes that can be killed: `serve` with two gateways and a shipper, engines, stores.
+
+Owns: starting, finding, killing (always SIGKILL) and starting again; leaving nothing behind. Does not own: when to kill
+(`plan`), the load (`client`) or what must hold afterwards (`check`). What a supervisor of the machine would do for
+`serve` (start it again until it runs) this module does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from billing.adapters.shipper_status import ShipperStatus, read_status
+from controlplane.adapters.embedded import EmbeddedRedis
+from billing.adapters.spool_files import spool_folders
+from tests.faults.client import Door
+from tests.faults.plan import Target
+from tests.faults.truth import EngineSaw, read_engine_log
+from tests.services import free_tcp_port
+
+_ME = [sys.executable, "-m", "controlplane"]
+GATEWAYS = 2
+ENGINES = ("engine-1", "engine-2")
+# One engine tells usage in each chunk, the other only at the end.
+_KINDS = {"engine-1": "vllm", "engine-2": "openai"}
+# Deadlines short enough that a stalled engine does not hold a run up; nobody balances load, so no drain lead.
+ENVIRONMENT = {
+    "INFERPLANE_DRAIN_LEAD_S": "0",
+    "INFERPLANE_DRAIN_TIMEOUT_S": "2",
+    "INFERPLANE_FIRST_BYTE_TIMEOUT_S": "4",
+    "INFERPLANE_IDLE_TIMEOUT_S": "2",
+    "INFERPLANE_TOTAL_TIMEOUT_S": "15",
+    "INFERPLANE_ENDPOINTS_POLL_S": "0.2",
+    "INFERPLANE_FEED_INTERVAL_S": "0.25",
+    "INFERPLANE_ACCESS_LOG": "",
+    "INFERPLANE_NODE": "node-1",
+}
+# A start of the node takes 2 to 4 s of two idle cores.
+_START_DEADLINE_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's files are, and which database it uses."""
+
+    folder: Path
+    sql_url: str
+    door: Door
+    embedded_sql: bool
+    """The database is the SQLite file of the data folder."""
+
+    @property
+    def data_dir(self) -> Path:
+        """The node's folder."""
+        return self.folder / "data"
+
+    @property
+    def spool_dir(self) -> Path:
+        """The node's spool."""
+        return self.data_dir / "spool"
+
+
+class Database:
+    """The database server, as far as it can be killed: SQLite has none."""
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes."""
+        raise AssertionError("this run's database is a file; no plan kills it")
+
+    def start(self) -> None:
+        """Start it again on the same files."""
+
+
+@dataclass(slots=True)
+class Stack:
+    """Mutable: the processes of a run."""
+
+    place: Place
+    database: Database
+    gateway_kills_ns: list[int] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """What was done and found, with times, for the report of a failed run."""
+    _serve: subprocess.Popen[bytes] | None = None
+    _worker: subprocess.Popen[bytes] | None = None
+    _engines: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _engine_ports: dict[str, int] = field(default_factory=dict)
+    _engine_logs: dict[str, list[Path]] = field(default_factory=dict)
+    _redis: EmbeddedRedis | None = None
+    _began_s: float = field(default_factory=time.monotonic)
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    async def start(self, *, worker: bool) -> None:
+        """Everything, ready to serve."""
+        self._redis = EmbeddedRedis(self.place.folder / "redis")
+        await asyncio.to_thread(self._redis.start)
+        for name in ENGINES:
+            self._start_engine(name)
+        endpoints = [
+            {"id": name, "url": f"http://127.0.0.1:{self._engine_ports[name]}", "model": "m", "kind": _KINDS[name]}
+            for name in ENGINES
+        ]
+        (self.place.folder / "engines.json").write_text(json.dumps(endpoints))
+        if worker:
+            self._start_worker()
+        await self.serve_until_ready()
+
+    async def serve_until_ready(self) -> None:
+        """Start `serve`, again and again where it cannot start yet, until the node is ready."""
+        until_s = time.monotonic() + _START_DEADLINE_S
+        self._start_serve()
+        while not await self._is_ready():
+            assert time.monotonic() < until_s, f"the node is not ready:\n{self.last_words()}"
+            assert self._serve is not None
+            if self._serve.poll() is not None:  # the port is held by children that drain, or the database is down
+                self.say(f"serve ended with {self._serve.returncode}; starting it again")
+                await asyncio.sleep(0.2)
+                self._start_serve()
+            await asyncio.sleep(_POLL_S)
+        self.say("ready")
+
+    def environment(self) -> dict[str, str]:
+        """The settings of the node and of every command that looks at its books."""
+        assert self._redis is not None
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("INFERPLANE_")}
+        database = "" if self.place.embedded_sql else self.place.sql_url
+        return {
+            **kept,
+            **ENVIRONMENT,
+            "INFERPLANE_DATA_DIR": str(self.place.data_dir),
+            "INFERPLANE_DATABASE_URL": database,
+            "INFERPLANE_REDIS_URL": self._redis.url,
+        }
+
+    def _start_serve(self) -> None:
+        argv = [
+            *_ME, "serve", "--workers", str(GATEWAYS), "--port", str(self.place.door.port),
+            "--endpoints", str(self.place.folder / "engines.json"),
+        ]  # fmt: skip
+        self._serve = self._popen(argv, "serve.log")
+
+    def _start_worker(self) -> None:
+        self._worker = self._popen([*_ME, "worker", "--no-beat"], "worker.log")
+
+    def _start_engine(self, name: str) -> None:
+        logs = self._engine_logs.setdefault(name, [])
+        logs.append(self.place.folder / f"{name}.{len(logs)}.log")
+        port = self._engine_ports.setdefault(name, free_tcp_port())
+        argv = [sys.executable, "-m", "tests.faults.engine", "--name", name, "--port", str(port)]
+        self._engines[name] = self._popen([*argv, "--log", str(logs[-1])], f"{name}.out")
+
+    def _popen(self, argv: list[str], log: str) -> subprocess.Popen[bytes]:
+        with (self.place.folder / log).open("ab") as out:
+            return subprocess.Popen(
+                argv, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    # -- kill ----------------------------------------------------------------------------------------------------------
+
+    async def kill(self, target: Target, pick: int, down_s: float) -> None:
+        """Kill, wait, and bring back what nobody else brings back; returns when all of it works again."""
+        self.say(f"kill {target}")
+        match target:
+            case Target.GATEWAY:
+                await self._kill_children(self.gateways()[pick % GATEWAYS :][:1], gateways=True)
+            case Target.BOTH_GATEWAYS:
+                await self._kill_children(self.gateways(), gateways=True)
+            case Target.SHIPPER:
+                await self._kill_children(self.shippers(), gateways=False)
+            case Target.GATEWAY_AND_SHIPPER:
+                await self._kill_children([self.gateways()[pick % GATEWAYS], *self.shippers()], gateways=True)
+            case Target.SUPERVISOR | Target.EVERYTHING:
+                await self._kill_serve(whole=target is Target.EVERYTHING, down_s=down_s)
+            case Target.REDIS:
+                await self._kill_redis(down_s)
+            case Target.POSTGRES:
+                await asyncio.to_thread(self.database.kill)
+                await asyncio.sleep(down_s)
+                await asyncio.to_thread(self.database.start)
+            case Target.ENGINE:
+                await self._kill_engine(ENGINES[pick % len(ENGINES)], down_s)
+            case Target.WORKER:
+                await self._kill_worker(down_s)
+        self.say(f"{target} is back")
+
+    async def _kill_children(self, children: list[psutil.Process], *, gateways: bool) -> None:
+        """Kill children of `serve`, which starts them again."""
+        if gateways:
+            self.gateway_kills_ns.append(time.time_ns())
+        for child in children:
+            child.kill()
+        if gateways:
+            self.gateway_kills_ns.append(time.time_ns())
+        gone = {child.pid for child in children}
+        await self._until(
+            "serve starts its children again",
+            lambda: len(self.gateways()) == GATEWAYS
+            and len(self.shippers()) == 1
+            and not gone & {one.pid for one in [*self.gateways(), *self.shippers()]},
+        )
+        if gateways:
+            await self._until("every gateway takes requests", self._all_gateways_spool)
+
+    async def _kill_serve(self, *, whole: bool, down_s: float) -> None:
+        assert self._serve is not None
+        children = psutil.Process(self._serve.pid).children(recursive=True)
+        self._serve.kill()
+        if whole:
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self._serve.wait()
+        self.gateway_kills_ns.append(time.time_ns())
+        await asyncio.sleep(down_s)
+        await self.serve_until_ready()
+        if not whole:
+            # The old children have got SIGTERM and drain; none may be left over.
+            await self._until("the old children end", lambda: not any(child.is_running() for child in children))
+            self.gateway_kills_ns.append(time.time_ns())
+
+    async def _kill_redis(self, down_s: float) -> None:
+        assert self._redis is not None and self._redis.pid is not None
+        os.kill(self._redis.pid, signal.SIGKILL)
+        await asyncio.sleep(down_s)
+        await asyncio.to_thread(self._redis.start)
+        assert self._redis.owned
+
+    async def _kill_engine(self, name: str, down_s: float) -> None:
+        self._engines[name].kill()
+        self._engines[name].wait()
+        await asyncio.sleep(down_s)
+        self._start_engine(name)
+
+    async def _kill_worker(self, down_s: float) -> None:
+        """Kill it while it compares the books; then it must do so again."""
+        assert self._worker is not None
+        self.order_reconcile()
+        await self._until("the worker takes its task", lambda: "received" in self.log("worker.log"))
+        children = psutil.Process(self._worker.pid).children(recursive=True)
+        self._worker.kill()
+        self._worker.wait()
+        await self._until("the worker's children end with it", lambda: not any(one.is_running() for one in children))
+        await asyncio.sleep(down_s)
+        self._start_worker()
+
+    def order_reconcile(self) -> None:
+        """Put a reconcile of the books into the worker's queue."""
+        from pydantic import SecretStr
+
+        from controlplane.adapters.tasks import RECONCILE, build_celery
+        from controlplane.config import Settings
+
+        assert self._redis is not None
+        settings = Settings(data_dir=self.place.data_dir, redis_url=SecretStr(self._redis.url))
+        app = build_celery(settings)
+        try:
+            app.send_task(RECONCILE, args=(0,))
+        finally:
+            app.close()
+
+    # -- look ----------------------------------------------------------------------------------------------------------
+
+    def gateways(self) -> list[psutil.Process]:
+        """The gateway processes that run."""
+        return self._children("gateway-process")
+
+    def shippers(self) -> list[psutil.Process]:
+        """The shipper, if it runs."""
+        return self._children("ship")
+
+    def _children(self, word: str) -> list[psutil.Process]:
+        found = []
+        if self._serve is not None and self._serve.poll() is None:
+            for child in psutil.Process(self._serve.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if word in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                        found.append(child)
+        return sorted(found, key=lambda child: child.pid)
+
+    def _all_gateways_spool(self) -> bool:
+        """Each gateway that runs has made its spool folder, which is one of the first things that it does."""
+        held = [folder.name.partition("~")[2].partition("-")[0] for folder in spool_folders(self.place.spool_dir)]
+        return {str(one.pid) for one in self.gateways()} <= set(held)
+
+    async def _is_ready(self) -> bool:
+        if len(self.gateways()) < GATEWAYS or not self._all_gateways_spool():
+            return False
+        try:
+            async with httpx.AsyncClient() as client:
+                answer = await client.get(f"http://127.0.0.1:{self.place.door.port}/readyz", timeout=2.0)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def shipped(self, deadline_s: float) -> ShipperStatus:
+        """Wait until the shipper has committed everything and adopted what dead gateways left."""
+        found: list[ShipperStatus] = []
+
+        def idle() -> bool:
+            now = read_status(self.place.spool_dir)
+            if now is None or [now.pid] != [one.pid for one in self.shippers()]:
+                return False
+            found[:] = [now]
+            owed = now.lag_events or now.lag_bytes or now.open_count or now.last_error
+            return not owed and now.folder_count == GATEWAYS and len(spool_folders(self.place.spool_dir)) == GATEWAYS
+
+        await self._until("the shipper has shipped everything", idle, deadline_s)
+        return found[0]
+
+    def engine_logs(self) -> list[EngineSaw]:
+        """What all lives of all engines saw."""
+        return [saw for name, logs in self._engine_logs.items() for log in logs for saw in read_engine_log(name, log)]
+
+    def log(self, name: str) -> str:
+        """The output of a process."""
+        path = self.place.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def last_words(self) -> str:
+        """What happened and the end of every log, for the report of a failed run."""
+        words = ["-- what was done", *self.said]
+        for name in ("serve.log", "worker.log", "engine-1.out", "engine-2.out"):
+            tail = self.log(name).splitlines()[-40:]
+            words += [f"-- {name}", *tail] if tail else []
+        words.append(f"-- spool: {[folder.name for folder in spool_folders(self.place.spool_dir)]}")
+        words.append(f"-- shipper: {read_status(self.place.spool_dir)}")
+        return "\n".join(words)
+
+    def say(self, what: str) -> None:
+        """Note something, with the second in which it happened."""
+        self.said.append(f"{time.monotonic() - self._began_s:7.2f} {what}")
+
+    async def _until(self, what: str, holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
+        until_s = time.monotonic() + deadline_s
+        while not holds():
+            if self._serve is not None and self._serve.poll() is not None:
+                raise AssertionError(f"serve ended by itself with {self._serve.returncode}\n{self.last_words()}")
+            assert time.monotonic() < until_s, f"not within {deadline_s} s: {what}\n{self.last_words()}"
+            await asyncio.sleep(_POLL_S)
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    async def stop_serve(self) -> int:
+        """SIGTERM, as an operator would; gives the exit status."""
+        assert self._serve is not None
+        self._serve.terminate()
+        return await asyncio.to_thread(self._serve.wait, 30)
+
+    def stop(self) -> None:
+        """End everything, whatever state it is in."""
+        for process in (self._serve, self._worker, *self._engines.values()):
+            if process is None:
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.kill()
+            process.wait()
+        self._kill_strays()
+        if self._redis is not None:
+            self._redis.stop()
+
+    def _kill_strays(self) -> None:
+        """Children of a `serve` that was killed are nobody's children now; they are known by their data folder."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("INFERPLANE_DATA_DIR") == str(self.place.data_dir):
+                    process.kill()
