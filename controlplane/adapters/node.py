@@ -6,13 +6,16 @@ list of children. Does not own: how children are kept alive (`processes`), or wh
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +29,12 @@ from controlplane.config import Settings
 from controlplane.errors import ConfigError
 from controlplane.tenancy import Scope
 
+# Held by the node that uses a data folder.
+_LOCK_FILE = "serve.lock"
 # Pending connections that the kernel keeps for a busy gateway.
 _BACKLOG = 4_096
+# How soon a Redis that did not start is tried again.
+_REDIS_RETRY_S = 1.0
 # A gateway process that dies this soon after its first start will not live the next time either.
 _ESSENTIAL_S = 20.0
 
@@ -39,6 +46,27 @@ class FirstKey:
     secret: str
     org: str
     project: str
+
+
+@contextmanager
+def held_folder(settings: Settings) -> Iterator[None]:
+    """Hold the data folder for this node alone: two would delete each other's metrics. Raises ConfigError."""
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(settings.data_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"data_dir {settings.data_dir} cannot be used: {error.strerror}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"data_dir {settings.data_dir} is in use by another inferplane serve. Stop it, or name another folder."
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def prepare_folders(settings: Settings) -> Path:
@@ -118,6 +146,29 @@ def embedded_redis(settings: Settings) -> EmbeddedRedis | None:
     return server
 
 
+def redis_keeper(server: EmbeddedRedis, say: Callable[[str], None]) -> Callable[[], None]:
+    """To be called now and then: starts an embedded Redis that died on the same data, at most once a second."""
+    retry_at_s = 0.0
+
+    def keep() -> None:
+        nonlocal retry_at_s
+        if server.poll() is None or time.monotonic() < retry_at_s:
+            return
+        retry_at_s = time.monotonic() + _REDIS_RETRY_S
+        try:
+            server.start()
+            say("the embedded Redis had died; it runs again")
+        except ConfigError as error:
+            say(f"the embedded Redis died and does not start: {error}")
+
+    return keep
+
+
+def url_of(host: str, port: int) -> str:
+    """The base URL of a listening address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def write_endpoints(settings: Settings, urls: Sequence[str]) -> Path:
     """`--engine URL` as an endpoints file in the data folder."""
     path = settings.data_dir / "engines.json"
@@ -154,6 +205,7 @@ def gateway_children(settings: Settings, sock: socket.socket, env: dict[str, str
             stop_timeout_s=stop_s,
             log=log,
             essential_s=_ESSENTIAL_S,
+            group="gateways",  # all say at once that they are not ready, and drain side by side
         )
         for n in range(1, settings.workers + 1)
     ]

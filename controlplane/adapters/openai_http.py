@@ -22,6 +22,7 @@ from controlplane.adapters.key_secret import digest_key
 from controlplane.adapters.telemetry import Telemetry
 from controlplane.admission import limit_headers, refusal_facts
 from controlplane.errors import BadRequest
+from controlplane.faults import DEFECT, DRAINED, no_such_model
 from controlplane.ports import Answer, Call, Clock, Fault, Header, Sink, Trace
 from controlplane.rate_limit import LimitView
 from controlplane.request import Operation
@@ -34,29 +35,35 @@ Send = Callable[[Any], Awaitable[None]]
 
 # Response headers of an engine that may reach the client; everything else of an engine's head stays inside.
 _RELAYED = frozenset({b"content-type"})
-# How long the rest of a body may take to arrive once its head is there.
-_BODY_TIMEOUT_S = 60.0
+# Under this path everything is OpenAI's, except what the admin API has there.
+_V1, _ADMIN_V1 = "/v1/", "/v1/organization/"
+# As much of a path as an error repeats.
+_MAX_SHOWN_CHARS = 200
 _log = logging.getLogger(__name__)
-_DEFECT = Fault(500, "The gateway failed to serve this request.", "server_error", "internal_error")
 _JSON = (b"content-type", b"application/json")
 _EXPLAIN = b"x-inferplane-decision"
 
 
 class AsgiSink:
-    """The client's side of one request. Mutable: knows whether the client is still there and what it has taken."""
+    """The client's side of one request. Mutable: knows whether the client is still there and what it has taken.
 
-    __slots__ = ("_conn", "_send", "_stall_s", "_task", "gone", "started")
+    `until_s` is the request's total deadline (monotonic): a client that does not read holds it no longer.
+    """
 
-    def __init__(self, scope: Scope_, send: Send, stall_s: float) -> None:
+    __slots__ = ("_conn", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended", "started")
+
+    def __init__(self, scope: Scope_, send: Send, stall_s: float, until_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
-        self.gone = False
-        self.started = False
+        self._until_s = until_s
+        self.gone = self.started = self.finished = self.open_ended = False
         self._task = asyncio.current_task()
         conn: GatewayProtocol | None = (scope.get("extensions") or {}).get(CONNECTION)
         self._conn = conn
         if conn is not None:
             conn.on_lost = self._lost
+            if conn.lost:  # between the body's last byte and now
+                self._lost()
 
     def _lost(self) -> None:
         self.gone = True
@@ -71,6 +78,7 @@ class AsgiSink:
     async def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send the head."""
         self.started = True
+        self.open_ended = all(name != b"content-length" for name, _ in headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
@@ -85,11 +93,19 @@ class AsgiSink:
         conn = self._conn
         if conn is not None and conn.flow.write_paused:
             await self._wait_for_room(conn)
+        self.finished = True
         await self._send({"type": "http.response.body", "body": data})
 
+    def abort(self) -> None:
+        """Cut the answer off: the client sees that it is not whole."""
+        self.finished = True
+        if self._conn is not None:
+            self._conn.transport.abort()
+
     async def _wait_for_room(self, conn: GatewayProtocol) -> None:
+        left_s = self._until_s - asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(max(0.0, min(self._stall_s, left_s))):
                 await conn.flow.drain()
         except TimeoutError:
             conn.transport.abort()  # its loss cancels this task
@@ -168,6 +184,9 @@ class RoutesConfig:
     key_grace_s: float
     max_body_bytes: int
     client_stall_s: float
+    """How long a client may not read while there is something for it."""
+    total_s: float
+    """How long a request may take altogether."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +203,7 @@ class RoutesDeps:
 
 
 class OpenAiRoutes:
-    """`/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
+    """`/v1/chat/completions`, `/v1/completions`, `/v1/models`, and 404 for the rest of /v1."""
 
     def __init__(self, deps: RoutesDeps, config: RoutesConfig) -> None:
         self._d = deps
@@ -192,32 +211,46 @@ class OpenAiRoutes:
         self._operations = {"/v1/chat/completions": Operation.CHAT, "/v1/completions": Operation.COMPLETION}
 
     def serves(self, path: str) -> bool:
-        """Whether this data plane answers the path."""
-        return path in self._operations or path == "/v1/models" or path.startswith("/v1/models/")
+        """Whether this data plane answers the path: all of /v1 but the reports, which the admin API has."""
+        return path in self._operations or (path.startswith(_V1) and not path.startswith(_ADMIN_V1))
 
     async def __call__(self, scope: Scope_, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
         clock = self._d.clock
-        received_ns, started_s = clock.unix_ns(), clock.monotonic_s()
-        request_id = "req_" + clock.event_id()
-        operation = self._operations.get(scope["path"])
-        method = scope["method"]
-        if operation is None:
-            if method not in ("GET", "HEAD"):
-                await self._fail(send, request_id, _method_fault(method, "GET"))
-                return
-            await self._models(scope, send, request_id)
-        elif method != "POST":
-            await self._fail(send, request_id, _method_fault(method, "POST"))
-        else:
-            await self._infer(scope, receive, send, _Arrival(operation, request_id, received_ns, started_s))
+        arrival = _Arrival("req_" + clock.event_id(), clock.unix_ns(), clock.monotonic_s(), scope, send)
+        try:
+            await self._route(arrival, receive)
+        except asyncio.CancelledError:  # while it was read: its client is gone, or the drain deadline has passed
+            if not arrival.sink_made:
+                await self._fail(arrival, DRAINED)
+        except Exception:
+            _log.exception("Request %s ended in a defect of the gateway.", arrival.request_id)
+            if not arrival.sink_made:
+                await self._fail(arrival, DEFECT)
 
-    async def _infer(self, scope: Scope_, receive: Receive, send: Send, arrival: _Arrival) -> None:
+    async def _route(self, arrival: _Arrival, receive: Receive) -> None:
+        path, method = arrival.scope["path"], arrival.scope["method"]
+        operation = self._operations.get(path)
+        if operation is not None:
+            if method == "POST":
+                await self._infer(arrival, operation, receive)
+            else:
+                await self._fail(arrival, _method_fault(method, "POST"), ((b"allow", b"POST"),))
+        elif path == "/v1/models" or path.startswith("/v1/models/"):
+            if method in ("GET", "HEAD"):
+                await self._models(arrival)
+            else:
+                await self._fail(arrival, _method_fault(method, "GET"), ((b"allow", b"GET, HEAD"),))
+        else:
+            await self._fail(arrival, _unknown_url(method, path))
+
+    async def _infer(self, arrival: _Arrival, operation: Operation, receive: Receive) -> None:
+        scope = arrival.scope
         secret, length, explain, problem = _read_head(scope["headers"])
-        principal = self._authorize(secret, Scope.INFERENCE, None)
+        digest = None if secret is None else digest_key(secret, self._c.pepper)
+        principal = self._authorize(Access(digest, Scope.INFERENCE))
         if isinstance(principal, Denied):
-            self._d.telemetry.denied(principal.reason.value)
-            await self._fail(send, arrival.request_id, openai_wire.denial_fault(principal))
+            await self._deny(arrival, principal)
             return
         try:
             if problem is not None:
@@ -225,42 +258,42 @@ class OpenAiRoutes:
             body = await self._read_body(receive, length)
             if body is None:
                 return  # the client left before its request was complete: nothing was asked of us
-            request = openai_wire.parse(arrival.operation, body)
-            allowed = self._authorize(secret, Scope.INFERENCE, request.model_asked)
+            request = openai_wire.parse(operation, body)
         except BadRequest as error:
-            await self._fail(send, arrival.request_id, openai_wire.bad_request_fault(error))
+            await self._fail(arrival, openai_wire.bad_request_fault(error))
             return
+        allowed = self._authorize(Access(digest, Scope.INFERENCE, request.model_asked))
         if isinstance(allowed, Denied):
-            self._d.telemetry.denied(allowed.reason.value)
-            await self._fail(send, arrival.request_id, openai_wire.denial_fault(allowed))
+            await self._deny(arrival, allowed)
             return
         may_explain = explain and (Scope.EXPLAIN in allowed.scopes or Scope.ADMIN in allowed.scopes)
         call = Call(request, allowed, arrival.request_id, arrival.received_ns, arrival.started_s, may_explain)
-        sink, trace = AsgiSink(scope, send, self._c.client_stall_s), Trace()
+        sink, trace = AsgiSink(scope, arrival.send, self._c.client_stall_s, call.started_s + self._c.total_s), Trace()
+        arrival.sink_made = True
         telemetry = self._d.telemetry
         telemetry.started()
         try:
             await self._d.path.serve(call, sink, trace)
         except Exception:
             _log.exception("Request %s ended in a defect of the gateway.", call.request_id)
-            if not sink.started:
-                trace.status = await self._d.edge.fail(sink, call, _DEFECT, None)
         finally:
             telemetry.finished(call, trace)
 
-    def _authorize(self, secret: bytes | None, use: Scope, model: str | None) -> Principal | Denied:
-        digest = None if secret is None else digest_key(secret, self._c.pepper)
+    def _authorize(self, access: Access) -> Principal | Denied:
         clock = self._d.clock
         return authorize(
             self._d.keys.snapshot,
-            Access(digest, use, model),
+            access,
             clock.monotonic_s(),
             wall_s=clock.unix_ns() / 1e9,
             grace_s=self._c.key_grace_s,
         )
 
     async def _read_body(self, receive: Receive, length: int | None) -> bytes | None:
-        """The whole body, or None when the client left. Raises BadRequest 413 past the limit, 408 past the deadline."""
+        """The whole body, or None when the client left. Raises BadRequest 413 past the limit.
+
+        How long it may take is the connection's to bound (`gateway_server`).
+        """
         limit = self._c.max_body_bytes
         if length is not None and length > limit:
             raise _too_large(limit)
@@ -273,63 +306,66 @@ class OpenAiRoutes:
                 raise _too_large(limit)
             return body
         parts, size = [body], len(body)
-        try:
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
-                while message.get("more_body", False):
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise _too_large(limit)
-        except TimeoutError:
-            raise BadRequest(
-                f"The request's body did not arrive within {_BODY_TIMEOUT_S:g} s.", code="request_timeout", status=408
-            ) from None
+        while message.get("more_body", False):
+            if size > limit:
+                raise _too_large(limit)
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+        if size > limit:
+            raise _too_large(limit)
         return b"".join(parts)
 
-    async def _models(self, scope: Scope_, send: Send, request_id: str) -> None:
-        secret, _, _, _ = _read_head(scope["headers"])
-        principal = self._authorize(secret, Scope.INFERENCE, None)
+    async def _models(self, arrival: _Arrival) -> None:
+        secret, _, _, _ = _read_head(arrival.scope["headers"])
+        digest = None if secret is None else digest_key(secret, self._c.pepper)
+        principal = self._authorize(Access(digest, Scope.INFERENCE))
         if isinstance(principal, Denied):
-            self._d.telemetry.denied(principal.reason.value)
-            await self._fail(send, request_id, openai_wire.denial_fault(principal))
+            await self._deny(arrival, principal)
             return
         names = self._d.models(principal)
-        wanted = scope["path"].removeprefix("/v1/models").removeprefix("/")
+        wanted = arrival.scope["path"].removeprefix("/v1/models").removeprefix("/")
         cards = [{"id": name, "object": "model", "created": 0, "owned_by": "inferplane"} for name in names]
         if not wanted:
-            await _answer(send, request_id, 200, orjson.dumps({"object": "list", "data": cards}), ())
+            await _answer(arrival, 200, orjson.dumps({"object": "list", "data": cards}), ())
             return
         for card in cards:
             if card["id"] == wanted:
-                await _answer(send, request_id, 200, orjson.dumps(card), ())
+                await _answer(arrival, 200, orjson.dumps(card), ())
                 return
-        message = f"The model '{wanted}' does not exist or you do not have access to it."
-        fault = Fault(404, message, "invalid_request_error", code="model_not_found", param="model")
-        await self._fail(send, request_id, fault)
+        await self._fail(arrival, no_such_model(wanted))
 
-    async def _fail(self, send: Send, request_id: str, fault: Fault) -> None:
+    async def _deny(self, arrival: _Arrival, denied: Denied) -> None:
+        self._d.telemetry.denied(denied.reason.value)
+        await self._fail(arrival, openai_wire.denial_fault(denied))
+
+    async def _fail(self, arrival: _Arrival, fault: Fault, more: Sequence[Header] = ()) -> None:
         body = openai_wire.error_body(fault.message, fault.type, fault.param, fault.code)
-        extra = retry_headers(fault.retry_after_s, fault.should_retry)
-        if fault.status in (408, 413):
-            extra.append((b"connection", b"close"))  # the rest of the body would be read as the next request
-        await _answer(send, request_id, fault.status, body, extra)
+        extra = [*more, *retry_headers(fault.retry_after_s, fault.should_retry)]
+        conn: GatewayProtocol | None = (arrival.scope.get("extensions") or {}).get(CONNECTION)
+        if conn is not None and conn.expects_continue:
+            extra.append((b"connection", b"close"))  # whether its body follows, nobody can know
+        await _answer(arrival, fault.status, body, extra)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Arrival:
-    operation: Operation
+    """Mutable: a request whose head has come, and whether `serve` has taken over its answer."""
+
     request_id: str
     received_ns: int
     started_s: float
+    scope: Scope_
+    send: Send
+    sink_made: bool = False
 
 
-async def _answer(send: Send, request_id: str, status: int, body: bytes, extra: Sequence[Header]) -> None:
-    headers = [_JSON, (b"x-request-id", request_id.encode()), (b"content-length", b"%d" % len(body)), *extra]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def _answer(arrival: _Arrival, status: int, body: bytes, extra: Sequence[Header]) -> None:
+    headers = [_JSON, (b"x-request-id", arrival.request_id.encode()), (b"content-length", b"%d" % len(body)), *extra]
+    await arrival.send({"type": "http.response.start", "status": status, "headers": headers})
+    await arrival.send({"type": "http.response.body", "body": body})
 
 
 def _read_head(headers: Sequence[Header]) -> tuple[bytes | None, int | None, bool, BadRequest | None]:
@@ -361,6 +397,11 @@ def _too_large(limit_bytes: int) -> BadRequest:
     return BadRequest(
         f"The request's body is larger than the limit of {limit_bytes} bytes.", code="request_too_large", status=413
     )
+
+
+def _unknown_url(method: str, path: str) -> Fault:
+    shown = path if len(path) <= _MAX_SHOWN_CHARS else path[:_MAX_SHOWN_CHARS] + "..."
+    return Fault(404, f"Unknown request URL: {method} {shown}.", "invalid_request_error", code="unknown_url")
 
 
 def _method_fault(method: str, allowed: str) -> Fault:

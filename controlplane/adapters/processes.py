@@ -47,7 +47,7 @@ class Child:
     log: Path | None = None
     """Where its output goes; None: the parent's."""
     essential_s: float = 0.0
-    """If it dies within this time of its first start, the whole ends."""
+    """If it dies by itself within this time of its first start, the whole ends."""
     group: str = ""
     """Children of one group are stopped at once; empty: by itself."""
 
@@ -62,6 +62,7 @@ class _Running:
     starts_count: int = 1
     backoff_s: float = _FIRST_BACKOFF_S
     retry_at_s: float | None = None
+    ready: bool = False
 
 
 @dataclass(slots=True)
@@ -84,6 +85,11 @@ class Supervisor:
     def pid(self, name: str) -> int | None:
         """Process id of the named child; None while it does not run."""
         return next((r.process.pid for r in self._running if r.child.name == name and r.process.poll() is None), None)
+
+    def note_ready(self, *names: str) -> None:
+        """These children have shown that they work (no names: all): one that dies now is started again."""
+        for running in self._running:
+            running.ready = running.ready or not names or running.child.name in names
 
     @property
     def stopping(self) -> bool:
@@ -111,17 +117,17 @@ class Supervisor:
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
 
-    def run(self) -> int:
-        """Watch until asked to stop, then stop. Returns the exit status: 1 when an essential child could not start."""
-        status = 0
+    def run(self, tick: Callable[[], None] = lambda: None) -> int:
+        """Watch until asked to stop, calling `tick` now and then. Returns the exit status, 1 when an essential child
+        could not start; the children still run then (`stop`).
+        """
         while not self._stopping.wait(_POLL_S):
+            tick()
             fault = self.watch()
             if fault is not None:
                 self.say(fault)
-                status = 1
-                break
-        self.stop()
-        return status
+                return 1
+        return 0
 
     def watch(self) -> str | None:
         """Restart what died. Returns one sentence when the whole has to end."""
@@ -132,7 +138,9 @@ class Supervisor:
                 continue
             if running.retry_at_s is None:
                 lived_s = now_s - running.started_s
-                if running.starts_count == 1 and lived_s < running.child.essential_s:
+                early = running.starts_count == 1 and lived_s < running.child.essential_s
+                # SIGKILL comes from outside (a person, the kernel out of memory): it says nothing about the next start.
+                if early and not running.ready and code != -signal.SIGKILL:
                     return f"{running.child.name} {_how(code)} right after its start{_last_words(running.child.log)}"
                 if not running.child.restart:
                     continue

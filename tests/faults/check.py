@@ -100,9 +100,14 @@ def _check_count(request: _Request) -> list[Finding]:
 
 
 def _check_attempts(request: _Request) -> list[Finding]:
-    """Each sight of the request by an engine is one event; attempts are numbered from 1."""
+    """Each attempt that an engine saw is one event; attempts are numbered from 1.
+
+    An engine may see one attempt twice: a kept-alive connection that is lost before a byte of the answer is taken for
+    stale, and the request is sent again on a new one (as every HTTP client does). The first then has sent nothing.
+    """
     found = []
-    seen = Counter((saw.request_id, saw.endpoint) for saw in request.engines)
+    seen = Counter({(saw.request_id, saw.endpoint): 1 for saw in request.engines})
+    seen.update((saw.request_id, saw.endpoint) for saw in _without_first(request.engines) if saw.tokens_sent)
     booked = Counter((event.request_id, event.endpoint) for event in request.events)
     for where, times in (seen - booked).items():
         found.append(request.found("attempt lost", f"{times} attempts at {where} have no event"))
@@ -187,10 +192,20 @@ def _check_flag(request: _Request, client: ClientSaw, event: Booked, saw: Engine
     return []
 
 
+def _without_first(engines: tuple[EngineSaw, ...]) -> list[EngineSaw]:
+    """Of each attempt's sights, all but the one that sent most."""
+    most: dict[tuple[str, str], EngineSaw] = {}
+    rest = []
+    for saw in sorted(engines, key=lambda one: -one.tokens_sent):
+        if most.setdefault((saw.request_id, saw.endpoint), saw) is not saw:
+            rest.append(saw)
+    return rest
+
+
 def _sight(request: _Request, event: Booked) -> EngineSaw | None:
     """What the engine of this attempt logged."""
-    same = (one for one in request.engines if one.request_id == event.request_id and one.endpoint == event.endpoint)
-    return next(same, None)
+    same = [one for one in request.engines if one.request_id == event.request_id and one.endpoint == event.endpoint]
+    return max(same, key=lambda one: one.tokens_sent, default=None)
 
 
 def _claim(wish: Wish) -> tuple[int | None, int | None, int]:

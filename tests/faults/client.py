@@ -59,6 +59,8 @@ class _Answer:
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-request-id":
             self.saw.request_id = value.decode()
+        elif name.lower() == b"x-ratelimit-remaining-tokens":
+            self.saw.left_tokens = value.decode()
 
     def on_headers_complete(self) -> None:
         self.status = self.saw.status = self._parser.get_status_code()
@@ -110,6 +112,8 @@ def request_bytes(door: Door, wished: Wish) -> bytes:
         fields["stream"] = True
         if wished.include_usage:
             fields["stream_options"] = {"include_usage": True}
+    if wished.max_tokens is not None:
+        fields["max_tokens"] = wished.max_tokens
     if wished.choices > 1:
         fields["n"] = wished.choices
     body = json.dumps(fields).encode()

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class LoggedEngine(ScriptedEngine):
         super().__init__(models=["m"])
         self._name = name
         self._file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.truths = _Noted(self.record)
 
     def script_for(self, truth: Truth) -> Script:
         """The script, with its tokens written down as they are about to be sent."""
@@ -70,6 +71,19 @@ class LoggedEngine(ScriptedEngine):
 
     def _write(self, line: dict[str, object]) -> None:
         os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+class _Noted(list[Truth]):
+    """Requests in order, each written down in the moment in which its last byte was read."""
+
+    def __init__(self, record: Callable[[Truth], None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def append(self, truth: Truth) -> None:
+        """A request is whole."""
+        super().append(truth)
+        self._record(truth)
 
 
 def _tag(body: str) -> str:

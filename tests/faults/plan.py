@@ -62,7 +62,7 @@ class Kill:
 
     target: Target
     after_s: float
-    """Since the one before it was up again, or since the load's start."""
+    """Since the one before it, which may not be up again, or since the load's start."""
     down_s: float
     """How long what we start ourselves stays dead."""
     pick: int
@@ -145,6 +145,7 @@ class Wish:
     abort: bool = False
     """The client leaves with RST instead of FIN."""
     include_usage: bool = False
+    max_tokens: int | None = None
 
     @property
     def user(self) -> str:
@@ -181,9 +182,9 @@ def _wish(dice: random.Random, tag: str, kind: str, prompt: int) -> Wish:
     gap_ms = f"{dice.uniform(2, 6):.1f}"
     cached = dice.choice((0, prompt // 2))
     if kind == "long":
-        tokens = dice.randint(300, 500)
+        tokens = dice.randint(250, 350)
     elif kind == "slow":
-        tokens, gap_ms = dice.randint(30, 70), f"{dice.uniform(30, 60):.0f}"
+        tokens, gap_ms = dice.randint(30, 50), f"{dice.uniform(25, 45):.0f}"
     elif kind == "whole":
         stream, options = False, {"delay_ms": str(dice.choice((1, dice.randint(1, 900))))}
     elif kind == "choices":

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import psutil
@@ -30,6 +30,9 @@ from tests.faults.plan import Target
 from tests.faults.truth import EngineSaw, read_engine_log
 from tests.services import free_tcp_port
 
+# Children of `serve`, which starts them again.
+_CHILDREN = frozenset({Target.GATEWAY, Target.BOTH_GATEWAYS, Target.SHIPPER, Target.GATEWAY_AND_SHIPPER})
+_ROOT = Path(__file__).parents[2]
 _ME = [sys.executable, "-m", "controlplane"]
 GATEWAYS = 2
 ENGINES = ("engine-1", "engine-2")
@@ -73,15 +76,14 @@ class Place:
         return self.data_dir / "spool"
 
 
-class Database:
-    """The database server, as far as it can be killed: SQLite has none."""
+class Database(Protocol):
+    """A database server that can be killed."""
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes."""
-        raise AssertionError("this run's database is a file; no plan kills it")
+        """SIGKILL to all of its processes; returns when they are gone."""
 
     def start(self) -> None:
-        """Start it again on the same files."""
+        """Start it again on the same files; returns when it answers."""
 
 
 @dataclass(slots=True)
@@ -89,8 +91,12 @@ class Stack:
     """Mutable: the processes of a run."""
 
     place: Place
-    database: Database
+    database: Database | None = None
+    """None: an SQLite file, which has no process."""
+    kill_count: int = 0
+    """SIGKILLs so far; `everything` counts as one."""
     gateway_kills_ns: list[int] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
     said: list[str] = field(default_factory=list)
     """What was done and found, with times, for the report of a failed run."""
     _serve: subprocess.Popen[bytes] | None = None
@@ -99,7 +105,7 @@ class Stack:
     _engine_ports: dict[str, int] = field(default_factory=dict)
     _engine_logs: dict[str, list[Path]] = field(default_factory=dict)
     _redis: EmbeddedRedis | None = None
-    _began_s: float = field(default_factory=time.monotonic)
+    _returns: list[asyncio.Task[None]] = field(default_factory=list)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -166,96 +172,145 @@ class Stack:
         with (self.place.folder / log).open("ab") as out:
             return subprocess.Popen(
                 argv, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                cwd=_ROOT, start_new_session=True,
             )  # fmt: skip
 
     # -- kill ----------------------------------------------------------------------------------------------------------
 
     async def kill(self, target: Target, pick: int, down_s: float) -> None:
-        """Kill, wait, and bring back what nobody else brings back; returns when all of it works again."""
-        self.say(f"kill {target}")
+        """Kill; what nobody else brings back comes back `down_s` later, in the background (`recovered` waits)."""
+        if target in _CHILDREN:
+            await self._until(f"there is a {target} to kill", lambda: bool(self._chosen(target, pick)))
+            self._kill_children(target, self._chosen(target, pick))
+            return
+        await self._await_returns()  # what is dead cannot be killed
+        match target:
+            case Target.SUPERVISOR | Target.EVERYTHING:
+                self._returns.append(self._kill_serve(whole=target is Target.EVERYTHING, down_s=down_s))
+            case Target.REDIS:
+                self._returns.append(self._kill_redis(down_s))
+            case Target.POSTGRES:
+                self._returns.append(self._kill_postgres(down_s))
+            case Target.ENGINE:
+                self._returns.append(self._kill_engine(ENGINES[pick % len(ENGINES)], down_s))
+            case Target.WORKER:
+                await self._busy_worker()
+                self._returns.append(self._kill_worker(down_s))
+
+    async def recovered(self) -> None:
+        """Wait until everything that was killed is back and every gateway takes requests."""
+        await self._await_returns()
+        await self._until("serve starts its children again", self._is_whole)
+        self.say("everything is back")
+
+    async def _await_returns(self) -> None:
+        pending, self._returns = self._returns, []
+        await asyncio.gather(*pending)
+
+    def _is_whole(self) -> bool:
+        return len(self.gateways()) == GATEWAYS and len(self.shippers()) == 1 and self._all_gateways_spool()
+
+    def _chosen(self, target: Target, pick: int) -> list[psutil.Process]:
+        """The children of `serve` that a target means, as far as they run now."""
+        gateways, shippers = self.gateways(), self.shippers()
+        one = gateways[pick % len(gateways) :][:1] if gateways else []
         match target:
             case Target.GATEWAY:
-                await self._kill_children(self.gateways()[pick % GATEWAYS :][:1], gateways=True)
+                return one
             case Target.BOTH_GATEWAYS:
-                await self._kill_children(self.gateways(), gateways=True)
+                return gateways if len(gateways) == GATEWAYS else []
             case Target.SHIPPER:
-                await self._kill_children(self.shippers(), gateways=False)
-            case Target.GATEWAY_AND_SHIPPER:
-                await self._kill_children([self.gateways()[pick % GATEWAYS], *self.shippers()], gateways=True)
-            case Target.SUPERVISOR | Target.EVERYTHING:
-                await self._kill_serve(whole=target is Target.EVERYTHING, down_s=down_s)
-            case Target.REDIS:
-                await self._kill_redis(down_s)
-            case Target.POSTGRES:
-                await asyncio.to_thread(self.database.kill)
-                await asyncio.sleep(down_s)
-                await asyncio.to_thread(self.database.start)
-            case Target.ENGINE:
-                await self._kill_engine(ENGINES[pick % len(ENGINES)], down_s)
-            case Target.WORKER:
-                await self._kill_worker(down_s)
-        self.say(f"{target} is back")
+                return shippers
+        return [*one, *shippers] if one and shippers else []
 
-    async def _kill_children(self, children: list[psutil.Process], *, gateways: bool) -> None:
+    def _kill_children(self, target: Target, children: list[psutil.Process]) -> None:
         """Kill children of `serve`, which starts them again."""
-        if gateways:
-            self.gateway_kills_ns.append(time.time_ns())
         for child in children:
             child.kill()
+        self._killed(target, len(children), gateways=target is not Target.SHIPPER)
+
+    def _killed(self, target: Target, count: int, *, gateways: bool = False) -> None:
+        self.kill_count += count
+        self.say(f"killed {target}")
         if gateways:
             self.gateway_kills_ns.append(time.time_ns())
-        gone = {child.pid for child in children}
-        await self._until(
-            "serve starts its children again",
-            lambda: len(self.gateways()) == GATEWAYS
-            and len(self.shippers()) == 1
-            and not gone & {one.pid for one in [*self.gateways(), *self.shippers()]},
-        )
-        if gateways:
-            await self._until("every gateway takes requests", self._all_gateways_spool)
 
-    async def _kill_serve(self, *, whole: bool, down_s: float) -> None:
+    def _kill_serve(self, *, whole: bool, down_s: float) -> asyncio.Task[None]:
         assert self._serve is not None
         children = psutil.Process(self._serve.pid).children(recursive=True)
         self._serve.kill()
-        if whole:
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+        for child in children if whole else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         self._serve.wait()
-        self.gateway_kills_ns.append(time.time_ns())
+        self._killed(Target.EVERYTHING if whole else Target.SUPERVISOR, 1, gateways=True)
+        return asyncio.create_task(self._bring_serve_back(children, down_s))
+
+    async def _bring_serve_back(self, children: list[psutil.Process], down_s: float) -> None:
         await asyncio.sleep(down_s)
         await self.serve_until_ready()
-        if not whole:
-            # The old children have got SIGTERM and drain; none may be left over.
-            await self._until("the old children end", lambda: not any(child.is_running() for child in children))
-            self.gateway_kills_ns.append(time.time_ns())
+        # Children of a supervisor that was killed alone have got SIGTERM and drain; none may be left over.
+        await self._until("the old children end", lambda: not any(child.is_running() for child in children))
+        self.gateway_kills_ns.append(time.time_ns())
 
-    async def _kill_redis(self, down_s: float) -> None:
-        assert self._redis is not None and self._redis.pid is not None
-        os.kill(self._redis.pid, signal.SIGKILL)
-        await asyncio.sleep(down_s)
-        await asyncio.to_thread(self._redis.start)
-        assert self._redis.owned
+    def _kill_redis(self, down_s: float) -> asyncio.Task[None]:
+        redis = self._redis
+        assert redis is not None and redis.pid is not None
+        server = psutil.Process(redis.pid)
+        server.kill()
+        server.wait(10)
+        self._killed(Target.REDIS, 1)
 
-    async def _kill_engine(self, name: str, down_s: float) -> None:
+        async def bring_back() -> None:
+            await asyncio.sleep(down_s)
+            await asyncio.to_thread(redis.start)
+            assert redis.owned
+            self.say("redis is back")
+
+        return asyncio.create_task(bring_back())
+
+    def _kill_postgres(self, down_s: float) -> asyncio.Task[None]:
+        database = self.database
+        assert database is not None
+        database.kill()
+        self._killed(Target.POSTGRES, 1)
+
+        async def bring_back() -> None:
+            await asyncio.sleep(down_s)
+            await asyncio.to_thread(database.start)
+            self.say("postgres is back")
+
+        return asyncio.create_task(bring_back())
+
+    def _kill_engine(self, name: str, down_s: float) -> asyncio.Task[None]:
         self._engines[name].kill()
         self._engines[name].wait()
-        await asyncio.sleep(down_s)
-        self._start_engine(name)
+        self._killed(Target.ENGINE, 1)
 
-    async def _kill_worker(self, down_s: float) -> None:
-        """Kill it while it compares the books; then it must do so again."""
-        assert self._worker is not None
+        async def bring_back() -> None:
+            await asyncio.sleep(down_s)
+            self._start_engine(name)
+
+        return asyncio.create_task(bring_back())
+
+    async def _busy_worker(self) -> None:
+        """The worker is at work: it has taken the order to compare the books."""
         self.order_reconcile()
         await self._until("the worker takes its task", lambda: "received" in self.log("worker.log"))
+
+    def _kill_worker(self, down_s: float) -> asyncio.Task[None]:
+        assert self._worker is not None
         children = psutil.Process(self._worker.pid).children(recursive=True)
         self._worker.kill()
         self._worker.wait()
-        await self._until("the worker's children end with it", lambda: not any(one.is_running() for one in children))
-        await asyncio.sleep(down_s)
-        self._start_worker()
+        self._killed(Target.WORKER, 1)
+
+        async def bring_back() -> None:
+            await self._until("its children end with it", lambda: not any(one.is_running() for one in children))
+            await asyncio.sleep(down_s)
+            self._start_worker()
+
+        return asyncio.create_task(bring_back())
 
     def order_reconcile(self) -> None:
         """Put a reconcile of the books into the worker's queue."""
@@ -342,15 +397,20 @@ class Stack:
 
     def say(self, what: str) -> None:
         """Note something, with the second in which it happened."""
-        self.said.append(f"{time.monotonic() - self._began_s:7.2f} {what}")
+        self.said.append(f"{time.monotonic() - self.began_s:7.2f} {what}")
 
     async def _until(self, what: str, holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
         until_s = time.monotonic() + deadline_s
         while not holds():
-            if self._serve is not None and self._serve.poll() is not None:
-                raise AssertionError(f"serve ended by itself with {self._serve.returncode}\n{self.last_words()}")
+            if self._ended_by_itself():
+                raise AssertionError(f"serve has ended by itself\n{self.last_words()}")
             assert time.monotonic() < until_s, f"not within {deadline_s} s: {what}\n{self.last_words()}"
             await asyncio.sleep(_POLL_S)
+
+    def _ended_by_itself(self) -> bool:
+        """`serve` is dead and nobody is about to start it again."""
+        dead = self._serve is not None and self._serve.poll() is not None
+        return dead and all(task.done() for task in self._returns)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -359,6 +419,12 @@ class Stack:
         assert self._serve is not None
         self._serve.terminate()
         return await asyncio.to_thread(self._serve.wait, 30)
+
+    async def give_up(self) -> None:
+        """Stop bringing things back, for a run that has failed."""
+        for task in self._returns:
+            task.cancel()
+        await asyncio.gather(*self._returns, return_exceptions=True)
 
     def stop(self) -> None:
         """End everything, whatever state it is in."""

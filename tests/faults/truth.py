@@ -59,6 +59,8 @@ class ClientSaw:
     ended_s: float = 0.0
     code: str = ""
     """Of an error answer."""
+    left_tokens: str = ""
+    """What the gateway says is left of the token limit."""
     reads: list[tuple[float, int]] = field(default_factory=list)
     """(when, tokens so far) for each read that brought tokens."""
 

@@ -42,11 +42,11 @@ T = TypeVar("T")
 WAIT_S = 20.0
 # Micro-USD per 1,000,000 tokens.
 PRICES = {Sku.INPUT: 200_000, Sku.CACHED_INPUT: 50_000, Sku.OUTPUT: 600_000}
-MODELS = ("m", "solo", "refused", "twin")
+MODELS = ("m", "solo", "lc", "keyed", "dead", "hole", "failing", "tiny")
 _VALID_FROM_NS = 1_735_689_600 * 10**9
 
 
-def eventually(holds: Callable[[], T | None | bool], what: str, within_s: float = WAIT_S) -> T:
+def eventually(holds: Callable[[], T | bool | None], what: str, within_s: float = WAIT_S) -> T:
     """The first true value of `holds`; fails after `within_s`."""
     until_s = time.monotonic() + within_s
     while True:
@@ -303,9 +303,15 @@ def endpoint(engine: ScriptedEngine, name: str, models: Sequence[str], **more: A
 
 
 @contextmanager
-def running_node(data_dir: Path, rows: Sequence[Mapping[str, Any]], env: Mapping[str, str],
-                 database_url: str = "", workers: int = 2) -> Iterator[Node]:  # fmt: skip
-    """A node that answers `/readyz` with 200, stopped at the end."""
+def running_node(
+    data_dir: Path,
+    rows: Sequence[Mapping[str, Any]],
+    env: Mapping[str, str],
+    *,
+    database_url: str = "",
+    prepare: Callable[[Tenants], None] = lambda tenants: None,
+) -> Iterator[Node]:
+    """A node of two workers that is ready, stopped at the end. Tenants made by `prepare` are known from the start."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = Settings(data_dir=data_dir, database_url=database_url)
     sql.upgrade(settings.sql_url)
@@ -313,10 +319,11 @@ def running_node(data_dir: Path, rows: Sequence[Mapping[str, Any]], env: Mapping
     try:
         tenants.add_prices(MODELS)
         admin = tenants.admin()
+        prepare(tenants)
         node = Node(None, "", data_dir, settings, tenants, admin, data_dir / "node.log")  # type: ignore[arg-type] # set below
         node.write_endpoints(rows)
         arguments = ["--endpoints", str(node.endpoints_file), "--data-dir", str(data_dir)]
-        start(node, [*arguments, "--workers", str(workers)], {**env, "INFERPLANE_DATABASE_URL": database_url})
+        start(node, [*arguments, "--workers", "2"], {**env, "INFERPLANE_DATABASE_URL": database_url})
         try:
             yield node
         finally:

@@ -1,0 +1,223 @@
+"""One gateway node per test session, with engines, tenants, and the proof that its books are exact.
+
+Owns: the node that most tests of this folder share. Its deadlines are short, its bodies small, its drain quick; tests
+that stop or break a node start their own (`stack.running_node`).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from billing.pricing import Sku
+from billing.usage_event import UsageEvent
+from tests.integration.gateway.client import Caller
+from tests.integration.gateway.stack import PRICES, Engines, Node, Tenant, Tenants, endpoint, eventually, running_node
+from tests.services import temporary_folder
+
+ENGINE_KEY = "sk-of-the-engine"
+MAX_BODY_BYTES = 4 * 1024 * 1024
+ENV = {
+    "INFERPLANE_CONNECT_TIMEOUT_S": "1",
+    "INFERPLANE_FIRST_BYTE_TIMEOUT_S": "2",
+    "INFERPLANE_IDLE_TIMEOUT_S": "2.5",
+    "INFERPLANE_TOTAL_TIMEOUT_S": "6",
+    "INFERPLANE_DRAIN_LEAD_S": "0",
+    "INFERPLANE_DRAIN_TIMEOUT_S": "1",
+    "INFERPLANE_MAX_BODY_BYTES": str(MAX_BODY_BYTES),
+    "INFERPLANE_ENDPOINTS_POLL_S": "0.1",
+    "TEST_ENGINE_KEY": ENGINE_KEY,
+}
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Engines]:
+    """Two engines of model `m`, and one for each special role."""
+    made = Engines()
+    for name, model in (("e1", "m"), ("e2", "m"), ("solo", "solo"), ("lc", "lc"), ("keyed", "keyed"),
+                        ("bad", "failing"), ("good", "failing")):  # fmt: skip
+        made.add(name, model)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def hole() -> Iterator[int]:
+    """A port whose connections are never accepted: its queue is full."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        for _ in range(3):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+            waiting.append(one)
+        yield listener.getsockname()[1]
+        for one in waiting:
+            one.close()
+
+
+def standard_rows(engines: Engines, hole_port: int) -> list[dict[str, Any]]:
+    """The endpoints of the shared node."""
+    by = engines.by_name
+    return [
+        endpoint(by["e1"], "e1", ["m"]),
+        endpoint(by["e2"], "e2", ["m"]),
+        endpoint(by["solo"], "solo", ["solo"]),
+        endpoint(by["lc"], "lc", ["lc"], kind="llamacpp"),
+        endpoint(by["keyed"], "keyed", ["keyed"], api_key_env="TEST_ENGINE_KEY"),
+        endpoint(by["bad"], "bad", ["failing"]),
+        endpoint(by["good"], "good", ["failing"]),
+        {"id": "dead", "url": "http://127.0.0.1:1", "kind": "vllm", "models": ["dead"]},
+        {"id": "hole", "url": f"http://127.0.0.1:{hole_port}", "kind": "vllm", "models": ["hole"]},
+    ]
+
+
+class People:
+    """The tenants of the shared node, known to it from its start."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tenant] = {}
+
+    def prepare(self, tenants: Tenants) -> None:
+        """Make them."""
+        made = self.by_name
+        made["plain"] = tenants.tenant()
+        made["other"] = tenants.tenant()
+        made["reader"] = tenants.tenant(scopes=("usage:read",))
+        made["inference only"] = tenants.tenant(scopes=("inference",))
+        made["only solo"] = tenants.tenant(models=("solo",))
+        made["expired"] = tenants.tenant(expires_s=1)
+        made["to revoke"] = tenants.tenant()
+        made["3 requests"] = tenants.tenant(limits={"requests": 3})
+        made["100 output"] = tenants.tenant(limits={"output_tokens": 100})
+        made["1000 input"] = tenants.tenant(limits={"input_tokens": 1_000, "requests": 50})
+        for name in ("cap 2", "cap 2 again"):
+            made[name] = tenants.tenant(limits={"concurrency": 2})
+        made["cap 1"] = tenants.tenant(limits={"concurrency": 1})
+
+    def __getitem__(self, name: str) -> Tenant:
+        return self.by_name[name]
+
+
+@pytest.fixture(scope="session")
+def shared(engines: Engines, hole: int) -> Iterator[tuple[Node, People]]:
+    """The node on SQLite and the embedded Redis, two workers."""
+    people = People()
+    with temporary_folder() as folder:
+        with running_node(folder / "node", standard_rows(engines, hole), ENV, prepare=people.prepare) as node:
+            yield node, people
+            # every fault that the tests provoke is a value: nothing of it may look like a defect in the log
+            said = node.log_text()
+        assert node.process.returncode == 0
+        assert "Traceback" not in said, said[-4_000:]
+
+
+@pytest.fixture(scope="module")
+def node(shared: tuple[Node, People]) -> Iterator[Node]:
+    """The shared node; when the module is over, its books are proven exact."""
+    yield shared[0]
+    assert_books_exact(shared[0])
+
+
+@pytest.fixture(scope="session")
+def people(shared: tuple[Node, People]) -> People:
+    """Its tenants."""
+    return shared[1]
+
+
+@pytest.fixture
+def caller(node: Node, people: People) -> Caller:
+    """A tenant without limits."""
+    return Caller(node, people["plain"])
+
+
+def assert_books_exact(node: Node) -> None:
+    """The usage API and `bill reconcile` agree with the spool's events, to the token and the picodollar."""
+    eventually(lambda: all(row["open_count"] == 0 for row in [_part(node, "spool")]), "every attempt closed")
+    spooled = node.all_events()
+    by_org: dict[str, list[UsageEvent]] = {}
+    for event in spooled:
+        by_org.setdefault(event.open.org_id, []).append(event)
+    for org_id, events in by_org.items():
+        wanted = expected_usage([event for event in events if event.close.billable])
+        eventually(lambda o=org_id, w=wanted: usage_of_org(node, o) == w, f"usage of {org_id}: {wanted}")  # type: ignore[misc] # defaults bind the loop's values
+    report = reconcile(node)
+    assert report["exact"], report
+    assert report["spool_events"] == len(spooled)
+    assert report["events"] >= len(spooled)
+    assert report["quarantined"] == 0
+    totals = report["totals_pico"].get("USD", {"events": "0", "ledger": "0", "rollups": "0"})
+    assert len(set(totals.values())) == 1, totals
+
+
+def _part(node: Node, name: str) -> Mapping[str, Any]:
+    said = node.ready()
+    assert said is not None
+    found: Mapping[str, Any] = said[name]
+    return found
+
+
+def expected_usage(events: list[UsageEvent]) -> dict[str, int]:
+    """What the usage API must say of billable events."""
+    closes = [event.close for event in events]
+    return {
+        "input_uncached_tokens": sum(close.uncached_input_tokens or 0 for close in closes),
+        "input_cached_tokens": sum(close.cached_input_tokens or 0 for close in closes),
+        "output_tokens": sum(close.output_tokens or 0 for close in closes),
+        "num_model_requests": len(closes),
+        "num_requests_estimated": sum(close.estimated for close in closes),
+    }
+
+
+def usage_of_org(node: Node, org_id: str) -> dict[str, int] | None:
+    """What the usage API says of an org today (and yesterday, around midnight)."""
+    answer = httpx.get(
+        f"{node.url}/admin/v1/usage", trust_env=False, timeout=30,
+        params={"start_time": int(time.time()) - 86_400, "bucket_width": "1d", "org_id": org_id},
+        headers={"authorization": f"Bearer {node.admin_secret}"},
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    results = [result for bucket in answer.json()["data"] for result in bucket["results"]]
+    names = ("input_uncached_tokens", "input_cached_tokens", "output_tokens", "num_model_requests",
+             "num_requests_estimated")  # fmt: skip
+    return {name: sum(result[name] or 0 for result in results) for name in names}
+
+
+def reconcile(node: Node) -> dict[str, Any]:
+    """`inferplane bill reconcile` as a person runs it."""
+    command = [sys.executable, "-m", "controlplane", "bill", "reconcile", "--json",
+               "--data-dir", str(node.data_dir), "--spool", str(node.settings.spool_dir)]  # fmt: skip
+    if node.settings.database_url:
+        command += ["--database-url", node.settings.database_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def pico_of(event: UsageEvent) -> int:
+    """What an event costs by the test's price book."""
+    close = event.close
+    return (
+        (close.uncached_input_tokens or 0) * PRICES[Sku.INPUT]
+        + (close.cached_input_tokens or 0) * PRICES[Sku.CACHED_INPUT]
+        + (close.output_tokens or 0) * PRICES[Sku.OUTPUT]
+    )
+
+
+@pytest.fixture
+def data_folder() -> Iterator[Path]:
+    """A folder for a node of one test's own."""
+    with temporary_folder() as folder:
+        yield folder
