@@ -365,7 +365,7 @@ class Path:
         sink, now_s, idle_s = run.sink, self._p.clock.monotonic_s, self._deadlines.idle_s
         total_s = run.call.started_s + self._deadlines.total_s
         first_s = attempt.sent_s + self._deadlines.first_byte_s
-        held, out, lost = b"", b"", TRUNCATED
+        held, out, lost, pending_bytes = b"", b"", TRUNCATED, 0
         while not meter.done:
             at_s = now_s()
             wait_s = min(idle_s if sink.started else first_s - at_s, total_s - at_s)
@@ -378,6 +378,9 @@ class Path:
             out = held + (meter.feed(data) if data else meter.flush())
             held = b""
             if not data:
+                break
+            pending_bytes = 0 if out else pending_bytes + len(data)
+            if pending_bytes > self._deadlines.max_answer_bytes:  # an event without end
                 break
             if not sink.started:
                 if meter.failed:

@@ -1,6 +1,6 @@
 """The documentation against the product: what exists is documented, what is documented exists.
 
-Owns: the checks that settings (with their defaults), commands, admin routes, metrics, fields of `/readyz`, fields of the
+Owns: the checks that settings (with their defaults), commands, admin routes, metrics, fields of `/readyz` and of the
 endpoints file, error codes, runtime dependencies and links stay in step. Does not own: whether a sentence is true. Each
 check reads names from the code, so a new one fails here until somebody describes it.
 """
@@ -150,11 +150,18 @@ def test_every_error_code_is_documented() -> None:
     assert sorted(code for code in codes if f"`{code}`" not in API) == []
 
 
+def test_every_core_module_stands_in_the_architecture() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    modules = [path for package in PACKAGES for path in sorted((ROOT / package).glob("[a-z]*.py"))]
+    assert [str(path.relative_to(ROOT)) for path in modules if not re.search(rf"\b{path.name}\b", text)] == []
+
+
 def test_every_runtime_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     table = (DOCS / "design/0010-libraries.md").read_text()
-    listed = {name.strip() for row in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for name in row.split(",")}
-    wanted = {re.split(r"[<>=;~ ]", dependency)[0] for dependency in project["dependencies"]}
+    names = [name for row in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for name in row.split(",")]
+    listed = {_bare(name) for name in names}
+    wanted = {_bare(dependency) for dependency in project["dependencies"]}
     assert listed - {"library", "---"} == wanted
 
 
@@ -180,6 +187,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == pages
 
 
+def _bare(requirement: str) -> str:
+    """The name of a requirement, without extras and versions."""
+    return re.split(r"[\[<>=;~ ]", requirement.strip())[0]
+
+
 def _nav_files(nav: object) -> Iterator[str]:
     if isinstance(nav, str):
         yield nav
@@ -192,8 +204,9 @@ def _nav_files(nav: object) -> Iterator[str]:
 
 
 def _sources(*places: str) -> list[str]:
-    files = [file for place in places for file in ([ROOT / place] if "." in place else (ROOT / place).rglob("*.py"))]
-    return [file.read_text() for file in files if file.is_file()]
+    paths = [ROOT / place for place in places]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    return [file.read_text() for file in files]
 
 
 def _commands() -> list[Command]:

@@ -64,7 +64,7 @@ def _take(lock: int, folder: Path) -> None:
         else:
             return
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-        if owner.isdigit() and psutil.pid_exists(int(owner)):
+        if owner.isdigit() and _runs(int(owner)):
             raise ConfigError(
                 f"Another demo runs in {folder} (process {owner}); stop it, or name another folder with --data-dir."
             )
@@ -73,6 +73,14 @@ def _take(lock: int, folder: Path) -> None:
                 f"Processes of a demo that was killed still run in {folder}; end them, or name another --data-dir."
             )
         time.sleep(_POLL_S)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process; one that has ended and that nobody asked after yet does not count."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _wipe(folder: Path) -> None:

@@ -178,7 +178,8 @@ def show(results: Results) -> None:
     from rich.table import Table
 
     told = results.as_json()
-    table = Table(box=box.SIMPLE)  # without lines between the columns it fits 80 columns
+    # Without lines and edges it fits a terminal of 80 columns.
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
     for column in ("requests", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "cached", "bill USD"):
         table.add_column(column, justify="right", no_wrap=True)

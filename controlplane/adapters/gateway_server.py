@@ -12,6 +12,7 @@ Reading on is what shows that a client has left, and a queue of requests would h
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +30,8 @@ from controlplane.adapters.openai_wire import error_body
 CONNECTION = "inferplane.connection"
 # A request's head (line and headers): common servers stop at 8 to 64 KiB.
 _MAX_HEAD_BYTES = 64 * 1024
+# What says that a body follows (RFC 9112 6).
+_BODY_HEADERS = frozenset({b"content-length", b"transfer-encoding"})
 # Idle client connections: longer than the 60 s of common load balancers, so that they close first.
 _KEEP_ALIVE_S = 75
 # A body that is not complete when its time is up gets as much again, as long as it comes at 16 KiB/s or more: the
@@ -93,6 +96,15 @@ class GatewayProtocol(HttpToolsProtocol):
         """The client waits for leave to send its body (`expect: 100-continue`)."""
         return self.cycle is not None and self.cycle.waiting_for_100_continue
 
+    def end_by_close(self) -> None:
+        """The answer of unknown length goes to a caller of HTTP/1.0, which knows no chunks: its end is the close."""
+        self.cycle.chunked_encoding = False
+        self.cycle.expected_content_length = sys.maxsize
+
+    def last_piece(self, size_bytes: int) -> None:
+        """With `end_by_close`: this is all that still comes."""
+        self.cycle.expected_content_length = size_bytes
+
     # -- the connection ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own
@@ -149,6 +161,10 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         self._stage = _Stage.BODY
         self._head_bytes = self._body_bytes = 0
+        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
+            # the parser takes what follows for another protocol: the body would be lost
+            self._refuse(b"400 Bad Request", "The connection cannot be upgraded.", "upgrade_not_supported")
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

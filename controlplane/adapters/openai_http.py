@@ -50,12 +50,15 @@ class AsgiSink:
     `until_s` is the request's total deadline (monotonic): a client that does not read holds it no longer.
     """
 
-    __slots__ = ("_conn", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended", "started")
+    __slots__ = (
+        "_conn", "_old_http", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended", "started",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope_, send: Send, stall_s: float, until_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
         self._until_s = until_s
+        self._old_http = scope["http_version"] == "1.0"
         self.gone = self.started = self.finished = self.open_ended = False
         self._task = asyncio.current_task()
         conn: GatewayProtocol | None = (scope.get("extensions") or {}).get(CONNECTION)
@@ -79,6 +82,8 @@ class AsgiSink:
         """Send the head."""
         self.started = True
         self.open_ended = all(name != b"content-length" for name, _ in headers)
+        if self._old_http and self.open_ended and self._conn is not None:
+            self._conn.end_by_close()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
@@ -94,6 +99,8 @@ class AsgiSink:
         if conn is not None and conn.flow.write_paused:
             await self._wait_for_room(conn)
         self.finished = True
+        if self._old_http and self.open_ended and conn is not None and not self.gone:
+            conn.last_piece(len(data))
         await self._send({"type": "http.response.body", "body": data})
 
     def abort(self) -> None:

@@ -126,7 +126,7 @@ def _add_tasks(app: Celery, settings: Settings) -> None:
                 return None
             return work(settings)
 
-        app.task(run, bind=True, name=name, time_limit=_HARD_LIMIT_S, soft_time_limit=_SOFT_LIMIT_S)
+        app.task(run, bind=True, shared=False, name=name, time_limit=_HARD_LIMIT_S, soft_time_limit=_SOFT_LIMIT_S)
 
     task(RECONCILE, reconcile_books)
     task(HOUSEKEEPING, drop_expired)

@@ -21,8 +21,9 @@ import psutil
 # The lowest two bits of a CPU clock's id ask for the scheduler's own count, in ns (linux/posix-timers.h, CPUCLOCK_SCHED).
 _CPUCLOCK_SCHED = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Weight of the stub's and the load generator's scheduling group: three nice steps, about twice the default's share.
-_LOAD_NICE = -3
+# Clients and engine stub stand for other machines, so they go before the gateway's side processes on the core that they
+# share: three nice steps, about twice the share.
+_LOAD_NICE_STEPS = 3
 
 
 class BenchError(Exception):
@@ -35,6 +36,13 @@ class Affinity:
 
     gateway_core: int
     load_core: int
+    nice: int = 0
+    """Weight of all that is measured; below 0 on a machine that others use too."""
+
+    @property
+    def load_nice(self) -> int:
+        """Weight of the clients and the engine stub."""
+        return max(-20, self.nice - _LOAD_NICE_STEPS)
 
     @property
     def gateway(self) -> list[str]:
@@ -47,14 +55,14 @@ class Affinity:
         return ["taskset", "-c", str(self.load_core)]
 
 
-def affinity() -> Affinity:
+def affinity(nice: int = 0) -> Affinity:
     """The first two cores that this process may use. Raises BenchError when there are not two."""
     if not hasattr(os, "sched_getaffinity") or shutil.which("taskset") is None:
         raise BenchError("The gateway benchmark needs Linux with taskset (util-linux): it pins a gateway to one core.")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise BenchError(f"The gateway benchmark needs two cores; this process may use {len(cores)}.")
-    return Affinity(cores[0], cores[1])
+    return Affinity(cores[0], cores[1], nice)
 
 
 def pin(pid: int, core: int) -> None:
@@ -64,11 +72,16 @@ def pin(pid: int, core: int) -> None:
             os.sched_setaffinity(int(task.name), {core})
 
 
-def favour(pid: int) -> None:
-    """Let the load's process group go first on its core where the kernel allows it (root): clients and engine stub stand for
-    other machines, and must not wait for the gateway's side processes."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(_LOAD_NICE))
+def favour(pids: Iterable[int], nice: int) -> bool:
+    """Give the scheduling groups of processes this weight (the kernel weighs sessions, not processes, where autogroups are
+    on). False where it was not allowed: only root may ask for more."""
+    allowed = True
+    for pid in pids:
+        try:
+            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+        except OSError:
+            allowed = False
+    return allowed
 
 
 def tree(pid: int) -> list[int]:

@@ -70,7 +70,7 @@ def stub(program: Path, affinity: Affinity, model: str, endpoint_count: int) -> 
     argv = [*affinity.load, str(program), "--ports", str(2 * endpoint_count), "--model", model]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        favour(process.pid)
+        favour([process.pid], affinity.load_nice)
         assert process.stdout is not None
         said = process.stdout.readline()
         if not said:
@@ -99,7 +99,7 @@ def run_load(program: Path, affinity: Affinity, options: Sequence[object], secon
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        favour(process.pid)
+        favour([process.pid], affinity.load_nice)
         before = os.times()
         out, err = process.communicate(timeout=seconds + _GRACE_S)
         after = os.times()

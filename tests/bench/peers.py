@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.bench.machine import Affinity, BenchError, resident_mb, tree
+from tests.bench.machine import Affinity, BenchError, favour, resident_mb, tree
 
 _HERE = Path(__file__).parent
 _START_S, _STOP_S = 120.0, 10.0
@@ -208,6 +208,7 @@ def running(name: str, site: Site, affinity: Affinity) -> Iterator[Running]:
     try:
         _await_answer(name, process, start, site)
         start_s = time.monotonic() - began_s
+        favour(tree(process.pid), affinity.nice)
         time.sleep(1.0)
         yield Running(name, site.port, process.pid, start.keys_file, start_s, resident_mb(tree(process.pid)))
     finally:

@@ -32,7 +32,7 @@ from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.tenancy_records import KeyWish, LimitWish
 from controlplane.config import Settings, load_settings
-from tests.bench.machine import Affinity, BenchError, pin, resident_mb, tree
+from tests.bench.machine import Affinity, BenchError, favour, pin, resident_mb, tree
 from tests.bench.native import Stub
 
 # 20 tenants of ten keys.
@@ -95,7 +95,7 @@ def node(wish: NodeWish, engines: Stub, affinity: Affinity) -> Iterator[Node]:
     endpoints.write_text(json.dumps(listed))
     me = [*affinity.load, sys.executable, "-m", "controlplane"]
     env = _environment(data_dir, wish.database_url)
-    argv = [*me, "serve", "--endpoints", str(endpoints), "--port", "0", "--access-log", "", "--json"]
+    argv = [*me, "serve", "--endpoints", str(endpoints), "--port", "0", "--json"]
     with (wish.folder / "node.log").open("wb") as log:
         began_s = time.monotonic()
         serve = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
@@ -109,6 +109,7 @@ def node(wish: NodeWish, engines: Stub, affinity: Affinity) -> Iterator[Node]:
                 time.sleep(3.0)  # the worker's first tasks, and caches that are filled once
                 if worker.poll() is not None:
                     raise BenchError(f"`inferplane worker` ended with status {worker.returncode}; see {log.name}.")
+                favour([*tree(serve.pid), *tree(worker.pid)], affinity.nice)
                 sides = {*tree(serve.pid), *tree(worker.pid)} - {gateway_pid}
                 idle_mb = resident_mb([gateway_pid])
                 yield Node(
@@ -125,7 +126,8 @@ def node(wish: NodeWish, engines: Stub, affinity: Affinity) -> Iterator[Node]:
 def _environment(data_dir: Path, database_url: str) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("INFERPLANE_")}
     ours.pop("PYTHONDONTWRITEBYTECODE", None)
-    return {**ours, "INFERPLANE_DATA_DIR": str(data_dir), "INFERPLANE_DATABASE_URL": database_url}
+    named = {"DATA_DIR": str(data_dir), "DATABASE_URL": database_url, "ACCESS_LOG": ""}  # the peers write none either
+    return {**ours, **{f"INFERPLANE_{name}": value for name, value in named.items()}}
 
 
 def _make_tenants(settings: Settings, model: str, keys_file: Path) -> None:

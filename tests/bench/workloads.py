@@ -91,15 +91,28 @@ class Bench:
     """Every process of this benchmark: what else is busy is noise."""
 
 
+# First uses (imports, connections, leases of each key) are over after so many requests.
+_WARM = Workload("warm-up", 8, 1_000, 5.0)
+_WARM_STREAMS = Workload("warm-up", 8, 100, 5.0, stream=True, max_tokens=64)
+
+
+def warm(bench: Bench, target: Target) -> None:
+    """Once before the first run of a target. What goes wrong here shows in the runs."""
+    for load in (_WARM, _WARM_STREAMS):
+        run_load(bench.load_program, bench.affinity, _options(bench, target, load), load.seconds_s)
+
+
+def _options(bench: Bench, target: Target, load: Workload) -> list[object]:
+    keys: list[object] = [] if target.keys_file is None else ["--keys", target.keys_file]
+    return ["--port", target.port, "--model", bench.model, *load.options(), *keys]
+
+
 def run(bench: Bench, target: Target, load: Workload) -> dict[str, Any]:
     """One measured run. Raises BenchError when answers were wrong."""
     load = for_slow(load) if target.slow else load
     gateway = target.gateway_pids()
     before = _counters(bench, target, gateway)
-    options: list[object] = ["--port", target.port, "--model", bench.model, *load.options()]
-    if target.keys_file is not None:
-        options += ["--keys", target.keys_file]
-    made = run_load(bench.load_program, bench.affinity, options, load.seconds_s)
+    made = run_load(bench.load_program, bench.affinity, _options(bench, target, load), load.seconds_s)
     after = _counters(bench, target, gateway)
     figures = made.figures
     spent = {name: after[name] - before[name] for name in before}

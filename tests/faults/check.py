@@ -25,6 +25,8 @@ INPUT_PRICE, CACHED_PRICE, OUTPUT_PRICE = 3_000_000, 300_000, 15_000_000
 # A clock of ours and one of the gateway's: a checkpoint that is due is written when the process next runs. On a machine
 # that is three times overbooked that was seen to take 0.3 s.
 _SCHEDULING_S = 0.5
+# How much later than a kill its victim's end can be booked, or earlier than we note it.
+_NOTICED_NS = 100_000_000
 _ENDED_WHOLE = frozenset({"completed"})
 _CUT_SHORT = frozenset({"failed", "truncated", "cancelled", "crashed"})
 
@@ -61,7 +63,7 @@ def findings(evidence: Evidence) -> list[Finding]:
         found += _check_count(request)
         found += _check_attempts(request)
         for event in request.events:
-            found += _check_money(request, event)
+            found += _check_money(request, event, evidence)
             found += _check_crash(request, event, evidence)
         billable = [event for event in request.events if event.billable]
         if len(billable) == 1 and request.client is not None:
@@ -117,8 +119,12 @@ def _check_attempts(request: _Request) -> list[Finding]:
     return found
 
 
-def _check_money(request: _Request, event: Booked) -> list[Finding]:
-    """The amount is tokens times price, and nothing where nothing may be billed."""
+def _check_money(request: _Request, event: Booked, evidence: Evidence) -> list[Finding]:
+    """The amount is tokens times price, and nothing where nothing may be billed.
+
+    An engine that was killed may have died before it wrote down a request that the gateway had sent: then its input may
+    be billed.
+    """
     found = []
     saw = _sight(request, event)
     due = 0
@@ -129,7 +135,11 @@ def _check_money(request: _Request, event: Booked) -> list[Finding]:
     if event.amount_pico != due:
         detail = f"event {event.event_id} costs {event.amount_pico} picodollars; its tokens make {due}"
         found.append(request.found("amount", detail))
-    if saw is None and event.amount_pico:
+    killed = any(
+        name == event.endpoint and event.opened_ns <= at_ns <= event.ended_ns + _NOTICED_NS
+        for name, at_ns in evidence.engine_kills
+    )
+    if saw is None and event.amount_pico and (event.output_tokens or not killed):
         detail = f"event {event.event_id} ({event.outcome}) is billed, and {event.endpoint} never saw the request"
         found.append(request.found("billed unseen", detail))
     return found
@@ -195,11 +205,8 @@ def _check_flag(request: _Request, client: ClientSaw, event: Booked, saw: Engine
 def _without_first(engines: tuple[EngineSaw, ...]) -> list[EngineSaw]:
     """Of each attempt's sights, all but the one that sent most."""
     most: dict[tuple[str, str], EngineSaw] = {}
-    rest = []
-    for saw in sorted(engines, key=lambda one: -one.tokens_sent):
-        if most.setdefault((saw.request_id, saw.endpoint), saw) is not saw:
-            rest.append(saw)
-    return rest
+    ordered = sorted(engines, key=lambda one: -one.tokens_sent)
+    return [saw for saw in ordered if most.setdefault((saw.request_id, saw.endpoint), saw) is not saw]
 
 
 def _sight(request: _Request, event: Booked) -> EngineSaw | None:

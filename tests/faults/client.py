@@ -94,7 +94,8 @@ class _Answer:
             return Ended.NO_ANSWER
         if self.status >= 400:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                self.saw.code = str(json.loads(self.body)["error"]["code"])
+                error = json.loads(self.body)["error"]
+                self.saw.code, self.saw.message = str(error["code"]), str(error["message"])
             return Ended.REFUSED
         if self._said_fault:
             return Ended.FAULT_SAID

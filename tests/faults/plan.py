@@ -4,7 +4,8 @@ Owns: the plan of a run, as values. Does not own: killing (`stack`) or sending (
 same plan, so that a failing run can be looked at again (`INFERPLANE_FAULT_SEED=17`). What the machine's scheduler adds
 to it is not repeatable; the plan only makes the same things happen at about the same moments.
 
-A seed's family (seed modulo 4) says what must be killed in it, so that any four seeds in a row kill everything there is.
+A seed's family (seed modulo 4) says what must be killed in it, so that any four seeds in a row kill everything there
+is.
 """
 
 from __future__ import annotations

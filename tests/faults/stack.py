@@ -23,8 +23,8 @@ import httpx
 import psutil
 
 from billing.adapters.shipper_status import ShipperStatus, read_status
-from controlplane.adapters.embedded import EmbeddedRedis
 from billing.adapters.spool_files import spool_folders
+from controlplane.adapters.embedded import EmbeddedRedis
 from tests.faults.client import Door
 from tests.faults.plan import Target
 from tests.faults.truth import EngineSaw, read_engine_log
@@ -96,6 +96,8 @@ class Stack:
     kill_count: int = 0
     """SIGKILLs so far; `everything` counts as one."""
     gateway_kills_ns: list[int] = field(default_factory=list)
+    engine_kills: list[tuple[str, int]] = field(default_factory=list)
+    """(name, Unix ns)."""
     began_s: float = field(default_factory=time.monotonic)
     said: list[str] = field(default_factory=list)
     """What was done and found, with times, for the report of a failed run."""
@@ -285,6 +287,7 @@ class Stack:
     def _kill_engine(self, name: str, down_s: float) -> asyncio.Task[None]:
         self._engines[name].kill()
         self._engines[name].wait()
+        self.engine_kills.append((name, time.time_ns()))
         self._killed(Target.ENGINE, 1)
 
         async def bring_back() -> None:

@@ -135,6 +135,12 @@ def hung(evidence: Evidence) -> Evidence:
     return evidence
 
 
+def billed_for_a_dead_engine(evidence: Evidence) -> Evidence:
+    """The engine was killed meanwhile, which explains an input that it did not write down, but never an output."""
+    killed = replace(evidence, engine_kills=(("engine-1", OPENED_NS),))
+    return changed("unseen", uncached_input_tokens=19, output_tokens=1, estimated=True)(killed)
+
+
 CASES: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
     ("lost", "done", without_event("done")),
     ("lost", "left", without_event("left")),
@@ -149,6 +155,8 @@ CASES: list[tuple[str, str, Callable[[Evidence], Evidence]]] = [
     ("amount", "done", changed("done", amount_pico=60 * INPUT_PRICE + 40 * CACHED_PRICE + 200 * OUTPUT_PRICE + 1)),
     ("amount", "left", changed("left", amount_pico=0)),
     ("billed unseen", "unseen", changed("unseen", output_tokens=1)),
+    ("billed unseen", "unseen", changed("unseen", uncached_input_tokens=19, estimated=True)),
+    ("billed unseen", "unseen", billed_for_a_dead_engine),
     ("overbilled", "unseen", changed("unseen", output_tokens=1)),
     ("overbilled", "left", changed("left", output_tokens=54)),
     ("overbilled", "crashed", changed("crashed", output_tokens=132)),
@@ -191,6 +199,11 @@ def test_a_connection_that_was_taken_for_stale_is_no_lost_attempt() -> None:
     evidence = whole()
     again = replace(evidence, engines=(*evidence.engines, an_engine("done", 1, 0, "reset")))
     assert findings(again) == []
+
+
+def test_the_input_of_a_request_that_a_killed_engine_did_not_write_down_may_be_billed() -> None:
+    evidence = changed("unseen", uncached_input_tokens=19, estimated=True)(whole())
+    assert findings(replace(evidence, engine_kills=(("engine-1", OPENED_NS),))) == []
 
 
 def test_the_history_of_a_request_names_every_account() -> None:

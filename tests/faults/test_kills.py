@@ -7,12 +7,13 @@ Four seeds, which kill each kind of process at least once and 15 processes and m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import KILLS
 from tests.faults.killable_postgres import KillablePostgres
 from tests.faults.plan import Target, plan
 from tests.faults.run import prepare, run
@@ -46,11 +47,15 @@ def database_of(request: pytest.FixtureRequest, *, postgres: bool) -> Iterator[t
 
 @pytest.mark.parametrize("seed", chosen_seeds())
 async def test_kills_lose_and_double_nothing(
-    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], seed: int
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
+    seed: int,
 ) -> None:
     planned = plan(seed)
     with temporary_folder() as folder, database_of(request, postgres=planned.postgres) as (url, server):
         result = await run(planned, prepare(planned, Path(folder), url), server)
+    record_property(KILLS, result.kill_count)
     with capsys.disabled():
         print(f"\n{result.summary}", flush=True)
     assert not result.wrong, "\n".join([f"seed {seed} failed:", *result.wrong])

@@ -59,6 +59,7 @@ class ClientSaw:
     ended_s: float = 0.0
     code: str = ""
     """Of an error answer."""
+    message: str = ""
     left_tokens: str = ""
     """What the gateway says is left of the token limit."""
     reads: list[tuple[float, int]] = field(default_factory=list)
@@ -133,6 +134,8 @@ class Evidence:
     events: tuple[Booked, ...]
     gateway_kills_ns: tuple[int, ...]
     """Unix ns at which a gateway process was killed, by SIGKILL or with its parent."""
+    engine_kills: tuple[tuple[str, int], ...] = ()
+    """(endpoint, Unix ns)."""
 
 
 def read_engine_log(endpoint: str, log: Path) -> list[EngineSaw]:

@@ -25,7 +25,7 @@ def sleepy(settings: Settings) -> Celery:
         print("asleep", flush=True)
         time.sleep(600)
 
-    app.task(sleep, name="tests.sleep")
+    app.task(sleep, shared=False, name="tests.sleep")
     return app
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from tests.integration.gateway.stack import Node, Tenant
+from tests.integration.gateway.stack import Node, Tenant, http_client
 
 CHAT = "/v1/chat/completions"
 
@@ -43,23 +43,20 @@ class Caller:
         """One request, its whole answer."""
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.post(
-            self.node.url + path, content=data, trust_env=False, timeout=30,
-            headers={"content-type": "application/json", **self.tenant.headers, **named},
-        )  # fmt: skip
+        with http_client(self.node.url, {"content-type": "application/json", **self.tenant.headers, **named}) as client:
+            return client.post(path, content=data)
 
     def get(self, path: str, **params: Any) -> httpx.Response:
         """One GET."""
-        return httpx.get(self.node.url + path, params=params, headers=self.tenant.headers, trust_env=False, timeout=30)
+        with http_client(self.node.url, self.tenant.headers) as client:
+            return client.get(path, params=params)
 
     @contextlib.contextmanager
-    def stream(self, content: Mapping[str, Any], **options: Any) -> Iterator[httpx.Response]:
+    def stream(self, content: Mapping[str, Any]) -> Iterator[httpx.Response]:
         """One streamed answer, to be read or left."""
-        with httpx.stream(
-            "POST", self.node.url + CHAT, json=content, headers=self.tenant.headers, trust_env=False, timeout=30,
-            **options,
-        ) as answer:  # fmt: skip
-            yield answer
+        with http_client(self.node.url, self.tenant.headers) as client:
+            with client.stream("POST", CHAT, json=content) as answer:
+                yield answer
 
 
 def events(data: bytes) -> list[bytes]:

@@ -14,7 +14,7 @@ from tests.fakes.engine_scripts import RECORDED, Ask, stream_steps
 from tests.fakes.engine_scripts import Send as SendStep
 from tests.integration.gateway.client import CHAT, Caller, body, chunks, events, text_of
 from tests.integration.gateway.conftest import ENGINE_KEY, People
-from tests.integration.gateway.stack import Engines, Node
+from tests.integration.gateway.stack import Engines, Node, http_client
 
 # Unsorted keys, odd floats, escapes, duplicate-free whitespace of its own, unknown fields, and every owned field.
 ODD_BODY = (
@@ -255,9 +255,7 @@ def test_an_answer_of_a_large_body_is_whole(caller: Caller, engines: Engines) ->
 
 
 def test_one_connection_carries_many_requests(node: Node, people: People) -> None:
-    import httpx
-
-    with httpx.Client(base_url=node.url, headers=people["plain"].headers, trust_env=False) as client:
+    with http_client(node.url, people["plain"].headers) as client:
         for stream in (False, True, False, True):
             answer = client.post(CHAT, json=body("normal", stream=stream))
             assert answer.status_code == 200

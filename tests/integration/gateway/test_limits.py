@@ -1,0 +1,122 @@
+"""Limits as a caller meets them: in the headers, in refusals that cost nothing, and over all workers at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import httpx
+import pytest
+
+from billing.usage_event import Outcome
+from tests.integration.gateway.client import CHAT, Caller, RawClient, assert_error, body, request
+from tests.integration.gateway.conftest import People
+from tests.integration.gateway.stack import Engines, Node, eventually, http_client
+
+
+def limits_of(answer: httpx.Response, kind: str) -> tuple[int, int]:
+    """(limit, remaining) of an answer's headers."""
+    headers = answer.headers
+    return int(headers[f"x-ratelimit-limit-{kind}"]), int(headers[f"x-ratelimit-remaining-{kind}"])
+
+
+def test_a_request_limit_is_seen_in_the_headers_and_refuses_over_all_workers(
+    node: Node, people: People, engines: Engines
+) -> None:
+    caller = Caller(node, people["3 requests"])
+    before = len(engines.truths())
+    answers = [caller.post(body()) for _ in range(9)]  # a connection each: both workers get some
+    assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 6}
+    assert [limits_of(answer, "requests") for answer in answers[:3]] == [(3, 2), (3, 1), (3, 0)]
+    assert answers[0].headers["x-ratelimit-reset-requests"].endswith("s")
+    refused = answers[3]
+    error = assert_error(refused, 429, "rate_limit_exceeded", "requests")
+    assert "3 per minute" in error["message"]
+    assert limits_of(refused, "requests") == (3, 0)
+    # one request of three per minute comes back every 20 s
+    assert 15 <= int(refused.headers["retry-after"]) <= 20
+    assert 14_000 < int(refused.headers["retry-after-ms"]) <= 20_000
+    assert len(engines.truths()) - before == 3, "a refusal reaches no engine"
+    assert len(node.events_of(people["3 requests"])) == 3, "and writes no event"
+
+
+def test_tokens_are_reserved_before_and_settled_after(node: Node, people: People) -> None:
+    caller = Caller(node, people["100 output"])
+    # 90 are reserved and 5 are used: what was not used comes back at once
+    for _ in range(3):
+        answer = caller.post(body("normal?tokens=5", max_tokens=80))
+        assert answer.status_code == 200, answer.text
+        assert limits_of(answer, "tokens")[0] == 100
+        time.sleep(0.3)  # a settlement reaches the store within two report intervals of 50 ms
+    refused = caller.post(body(max_tokens=101))
+    error = assert_error(refused, 429, "rate_limit_exceeded", "tokens")
+    assert refused.headers["x-should-retry"] == "false", "larger than the whole limit: waiting does not help"
+    assert "retry-after" not in refused.headers
+    assert "101 needed" in error["message"]
+    eventually(lambda: caller.post(body("normal?tokens=5", max_tokens=80)).status_code == 200, "it took nothing", 2)
+
+
+def test_a_running_stream_holds_its_reservation_until_it_ends(node: Node, people: People) -> None:
+    caller = Caller(node, people["100 output"])
+    with RawClient(node) as raw:
+        raw.send(request(people["100 output"], body("normal?tokens=500&gap_ms=20", stream=True, max_tokens=70)))
+        raw.read_until(b"tok1 ")
+        refused = caller.post(body(max_tokens=70))
+        assert_error(refused, 429, "rate_limit_exceeded", "tokens")
+        assert int(refused.headers["retry-after-ms"]) > 0
+    eventually(
+        lambda: caller.post(body("normal?tokens=1", max_tokens=60)).status_code == 200, "the settled reservation", 15
+    )
+
+
+def test_input_tokens_count_what_the_engine_counted(node: Node, people: People) -> None:
+    caller = Caller(node, people["1000 input"])
+    first = caller.post(body("normal?prompt=600"))
+    assert first.status_code == 200
+    time.sleep(0.3)  # the settlement reaches the store within two report intervals
+    second = caller.post(body("normal?prompt=1"))
+    # 600 are gone, not the few that were estimated from the body (they come back at 1000 a minute)
+    assert limits_of(second, "tokens")[1] < 430
+
+
+def test_a_concurrency_cap_holds_over_all_workers(node: Node, people: People) -> None:
+    tenant = people["cap 2 again"]
+    statuses: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def one() -> None:
+        barrier.wait()
+        statuses.append(Caller(node, tenant).post(body("normal?delay_ms=700")).status_code)
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert Counter(statuses) == {200: 2, 429: 6}
+    events = [event for event in node.events_of(tenant) if event.close.outcome is Outcome.COMPLETED]
+    assert len(events) == 2
+
+
+def test_one_after_the_other_is_never_refused_by_a_cap_of_one(node: Node, people: People) -> None:
+    """The slot is given back before the client can know that its request has ended."""
+    with http_client(node.url, people["cap 1"].headers) as client:  # one connection, so one worker
+        statuses = [client.post(CHAT, json=body("normal?tokens=2", stream=bool(n % 2))).status_code for n in range(40)]
+    assert Counter(statuses) == {200: 40}
+
+
+def test_refusals_are_counted_by_the_minute(node: Node, people: People) -> None:
+    caller = Caller(node, people["3 requests"])
+    refused = caller.post(body())
+    if refused.status_code == 200:
+        pytest.fail("the limit was not used up by the tests before")
+
+    def told() -> bool:
+        with http_client(node.url, {"authorization": f"Bearer {node.admin_secret}"}) as client:
+            asked = {"start_time": int(time.time()) - 86_400, "bucket_width": "1d", "org_id": caller.tenant.org_id}
+            answer = client.get("/admin/v1/refusals", params=asked)
+        rows = [row for bucket in answer.json()["data"] for row in bucket["results"]]
+        return sum(row["refusal_count"] for row in rows) >= 7
+
+    eventually(told, "seven refusals in the report")
