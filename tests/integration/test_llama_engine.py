@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from controlplane.adapters.llama_engine import LlamaEngine, gemma_model_path, write_random_model
+from controlplane.adapters.llama_engine import LlamaEngine, write_random_model
 from controlplane.errors import ConfigError
 from tests import services
 
@@ -103,8 +103,3 @@ def test_a_missing_model_and_a_file_that_is_none_are_one_sentence_each(tmp_path:
     with pytest.raises(ConfigError, match=r"The llama\.cpp server for .* ended"):
         engine.start()
     assert engine.pid is None
-
-
-def test_the_real_words_model_is_found_only_where_its_package_is() -> None:
-    found = gemma_model_path()
-    assert found is None or found.suffix == ".gguf"
