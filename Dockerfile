@@ -1,4 +1,5 @@
-# The gateway, worker and admin commands in one image: docker build -t inferplane . && docker run -p 8080:8080 inferplane
+# The gateway, worker and admin commands in one image: docker build -t inferplane . && \
+#   docker run -p 8080:8080 inferplane serve --engine http://ENGINE:8000
 # Settings and secrets come from INFERPLANE_* variables or mounted files at run time; none is in a layer.
 
 FROM python:3.11.14-slim-bookworm AS build

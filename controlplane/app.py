@@ -48,7 +48,7 @@ from perfmodel.step_time import engine_speed
 from router.adapters.discovery import Discovery, EngineProbe, HealthWatch
 from router.adapters.siblings import Siblings
 from router.blocks import BlockHasher
-from router.endpoints import Endpoint, EngineSpeed
+from router.endpoints import Endpoint, EngineSpeed, HopTable, Place
 from router.route import Router, RouterConfig
 
 Receive = Callable[[], Awaitable[Any]]
@@ -57,8 +57,6 @@ Send = Callable[[Any], Awaitable[None]]
 _log = logging.getLogger(__name__)
 # How late a gateway may learn of a new price book.
 _PRICE_REFRESH_S = 1.0
-# The router's settings in a gateway process: the defaults, told to and heard from the node's other processes.
-_ROUTER = RouterConfig(share=True)
 # How often buffered access lines are written and gauges refreshed.
 _TICK_S = 0.25
 
@@ -116,7 +114,10 @@ class Gateway:
         self._decisions = RedisDecisions(self._redis)
 
     def _build_routing(self, settings: Settings, facts: ProcessFacts) -> None:
-        self._router = Router(_ROUTER)
+        hops = HopTable(Place(settings.zone, settings.region))
+        config = RouterConfig(share=True, hops=hops)  # told to, and heard from, the node's other processes
+        self._router = Router(config)
+        self._hasher = BlockHasher(self._pepper, config.ladder)
         self._siblings = Siblings(self._router, facts.run_dir / "siblings")
         probe = EngineProbe(engine_secret)
         self._discovery = Discovery(
@@ -132,7 +133,7 @@ class Gateway:
     def _build_fleet(self, settings: Settings) -> EngineFleet:
         deps = FleetDeps(
             router=self._router,
-            hasher=BlockHasher(self._pepper, _ROUTER.ladder),
+            hasher=self._hasher,
             client=self._client,
             names=self._names,
             decisions=self._decisions,

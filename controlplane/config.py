@@ -39,6 +39,10 @@ class Settings(BaseSettings):
 
     endpoints_file: Path | None = None
     """YAML or JSON list of engines, re-read when it changes."""
+    zone: str = ""
+    """Zone of this node: engines elsewhere cost the router's measured hop."""
+    region: str = ""
+    """Region of this node."""
     endpoints_poll_s: float = Field(default=1.0, gt=0)
 
     connect_timeout_s: float = Field(default=2.0, gt=0)

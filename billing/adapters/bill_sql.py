@@ -106,3 +106,12 @@ def bills(engine: Engine, org_id: str, from_s: int, to_s: int) -> list[Bill]:
             )
         )
     return found
+
+
+def has_usage(engine: Engine, org_id: str) -> bool:
+    """Whether anything was ever metered for an org: tells an empty time from a name that is no org's id."""
+    with read(engine) as connection:
+        return (
+            connection.execute(sa.select(_ROLLUP.c.org_id).where(_ROLLUP.c.org_id == org_id).limit(1)).first()
+            is not None
+        )

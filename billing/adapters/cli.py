@@ -143,13 +143,15 @@ def bill_show(
     as_json: AsJson = False,
 ) -> None:
     """Show what an org owes, with each line rounded once and an explicit rounding line."""
-    from billing.adapters.bill_sql import bills
+    from billing.adapters.bill_sql import bills, has_usage
 
     from_s, to_s = _time_s(begin, "--from"), _time_s(end, "--to")
     if from_s >= to_s:
         raise typer.BadParameter("--to must be later than --from.")
     with _reported(), _books(database_url, data_dir) as engine:
         found = bills(engine, org, from_s, to_s)
+        if not found and not has_usage(engine, org):
+            _fail(f"Nothing was ever metered for an org with the id {org!r}; `inferplane orgs list` shows the ids.")
     _print(as_json, {"data": [asdict(bill) for bill in found]}, lambda: _show_bills(org, found))
 
 
