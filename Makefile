@@ -14,7 +14,7 @@ PY := $(BIN)/python
 UV := $(BIN)/uv
 # Two workers: the tests start real servers, and a small CI machine has two cores.
 PYTEST_WORKERS ?= 2
-# Arguments of `make demo`, for example: make demo ARGS="--requests 50".
+# Arguments of `make demo` and `make bench`, for example: make demo ARGS="--requests 50".
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -74,8 +74,8 @@ format: setup ## Let ruff put the code in form.
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-bench: setup ## The benchmarks with their ranges (tests/bench).
-	@$(PY) -m pytest tests/bench --override-ini python_files='bench_*.py' -p no:xdist -s $(PYTEST_ARGS)
+bench: setup ## Every benchmark, beside peers from PyPI (about 25 min; ARGS="--quick --check"; docs/benchmarks.md).
+	@$(PY) -m tests.bench $(ARGS)
 
 docs: setup ## Build the documentation into site/.
 	@$(UV) pip install --quiet -r requirements/docs.txt

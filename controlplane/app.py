@@ -33,7 +33,7 @@ from controlplane.adapters.fleet import EngineFleet, FleetDeps
 from controlplane.adapters.key_feed import FeedOptions, KeyFeed, RedisAnnouncer
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
-from controlplane.adapters.limits_redis import RedisLimits
+from controlplane.adapters.limits_redis import LimitsOptions, RedisLimits
 from controlplane.adapters.openai_http import OpenAiEdge, OpenAiRoutes, RoutesConfig, RoutesDeps
 from controlplane.adapters.ops_http import OpsRoutes, Readiness
 from controlplane.adapters.spool import Spool, SpoolSettings
@@ -57,6 +57,8 @@ Send = Callable[[Any], Awaitable[None]]
 _log = logging.getLogger(__name__)
 # How late a gateway may learn of a new price book.
 _PRICE_REFRESH_S = 1.0
+# While Redis is gone, `serve` applies the policy of the caller's tenant class.
+_LIMITS = LimitsOptions(policy="as the tenant's class declares; without one: refuse")
 # How often buffered access lines are written and gauges refreshed.
 _TICK_S = 0.25
 
@@ -108,7 +110,7 @@ class Gateway:
             interval_s=settings.feed_interval_s, grace_s=settings.key_grace_s, redis_url=settings.redis_url
         )
         self._feed = KeyFeed(settings.sql_url, self._pepper, options)
-        self._limits = RedisLimits(redis_url, facts.incarnation)
+        self._limits = RedisLimits(redis_url, facts.incarnation, options=_LIMITS)
         self._spool = Spool(SpoolSettings(settings.spool_dir, facts.node, facts.incarnation, settings.spool_max_bytes))
         self._redis = redis.asyncio.Redis.from_url(redis_url, socket_timeout=1.0, socket_connect_timeout=1.0)
         self._decisions = RedisDecisions(self._redis)

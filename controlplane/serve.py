@@ -441,9 +441,11 @@ class Path:
             await run.sink.finish(rest + _DONE)
             return None
         await run.sink.finish(rest)
-        with contextlib.suppress(EngineError):
-            await answer.read(_TAIL_S)  # the engine's last, empty chunk: only then can its connection be used again
-        answer.release()
+        try:
+            with contextlib.suppress(EngineError):
+                await answer.read(_TAIL_S)  # the engine's last, empty chunk: only then can its connection be used again
+        finally:
+            answer.release()
         return None
 
     async def _broken(self, run: _Run, attempt: _Attempt, fault: Fault, rest: bytes = b"") -> Fault | None:

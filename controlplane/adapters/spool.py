@@ -401,6 +401,8 @@ class _GroupSync:
                 return
             # In this order: what is written from here on is either in this sync or wakes the next one.
             self._wake.clear()
+            if self._stopping.is_set():  # `stop` may have set both between the wait and the clear
+                return
             self._dirty = False
             self.now()
 

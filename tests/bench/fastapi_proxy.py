@@ -1,9 +1,10 @@
 """What a plain FastAPI proxy costs: it parses the request's JSON and passes bytes through, nothing else.
 
-Runs in the `fastapi` peer's own environment (peers.py). BENCH_CLIENT is `httpx` or `aiohttp`, BENCH_ENGINE the engine's URL.
-A reference, not a product: it shows what the framework and the client library cost before a gateway does any work.
+Runs in the `fastapi` peer's own environment (peers.py). BENCH_CLIENT is `httpx` or `aiohttp`, BENCH_ENGINE the engine's
+URL. A reference, not a product: it shows what the framework and the client library cost before a gateway does any work.
 """
-# mypy: ignore-errors  # aiohttp is only in the peer's own environment, never in the project's
+# aiohttp is only in the peer's own environment, never in the project's.
+# mypy: ignore-errors
 
 import os
 from contextlib import asynccontextmanager

@@ -1,16 +1,18 @@
-"""The gateway side by side with others on one machine: `python -m tests.bench.gateway [--quick] [--check] [--json FILE]`.
+"""The gateway side by side with others on one machine: `python -m tests.bench.gateway [--quick] [--check]`.
 
-Owns: the order of runs (load by load, and within a round every target in turn, so that each meets the same noise), and the
-end: the books must reconcile exactly with what the engine stub counted. Does not own: the parts, see the imports.
+Owns: the order of runs (load by load, and within a round every target in turn, so that each meets the same noise), and
+the end: the books must reconcile exactly with what the engine stub counted. Does not own: the parts, see the imports.
 
-One gateway process on one core, in front of a stub engine in C that shares the other core with the clients. Every target is
-started once, stays up and idles while another one is measured; before another target's turn our shipper gets the time to bring
-our usage into the database, so that its work falls into nobody else's run. During our own runs it works beside them.
+One gateway process on one core, in front of a stub engine in C that shares the other core with the clients. Every
+target is started once, stays up and idles while another one is measured; before another target's turn our shipper gets
+the time to bring our usage into the database, so that its work falls into nobody else's run. During our own runs it
+works beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import native, peers, report, stack, workloads
-from tests.bench.machine import BenchError, affinity, facts, tree
+from tests.bench.machine import BenchError, affinity, cpu_s, facts, tree
 from tests.bench.report import DIRECT, OURS
 from tests.bench.workloads import Bench, Target, Workload
 
@@ -31,6 +33,7 @@ ENDPOINT_COUNT = 8
 _ROUNDS, _QUICK_ROUNDS = 5, 1
 # A run with a wrong answer is made again this often, and both are reported.
 _ATTEMPTS = 3
+_IDLE_S = 3.0
 _QUICK_PEERS = ("litellm", "vllm-router")
 
 
@@ -63,7 +66,9 @@ def _say(line: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gateway", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="one round of short runs against LiteLLM and vllm-router")
     parser.add_argument("--peers", help=f"comma-separated, of {', '.join(peers.PEERS)}; `none` for none")
     parser.add_argument("--loads", help=f"comma-separated, of {', '.join(load.name for load in workloads.WORKLOADS)}")
@@ -97,7 +102,8 @@ def _start_peers(session: Session, stop: ExitStack, keys_file: Path, engines: na
         folder.mkdir()
         try:
             binaries = peers.environment(peers.PEERS[name], session.home, install=not session.options.no_install)
-            urls = tuple(f"http://127.0.0.1:{port}" for port in engines.peers)
+            ports = engines.peers[: peers.PEERS[name].engines_count]
+            urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
             site = peers.Site(binaries, folder, peers.free_port(), urls, MODEL, keys_file)
             up = stop.enter_context(peers.running(name, site, where))
         except BenchError as fault:
@@ -105,9 +111,8 @@ def _start_peers(session: Session, stop: ExitStack, keys_file: Path, engines: na
             _say(f"NOT MEASURED: {name}: {fault}")
             continue
         session.starts[name] = {"start_s": round(up.start_s, 2), "idle_mb": up.idle_mb}
-        session.targets[name] = Target(
-            name, up.port, up.keys_file, lambda pid=up.pid: tree(pid), slow=peers.PEERS[name].slow
-        )
+        slow = peers.PEERS[name].slow
+        session.targets[name] = Target(name, up.port, up.keys_file, functools.partial(tree, up.pid), slow=slow)
 
 
 def _start(session: Session, stop: ExitStack) -> tuple[Bench, stack.Node, native.Stub]:
@@ -127,32 +132,39 @@ def _start(session: Session, stop: ExitStack) -> tuple[Bench, stack.Node, native
     return bench, ours, engines
 
 
+def _note_idle(session: Session) -> None:
+    """What each target costs while it does nothing: it goes on beside the others' runs."""
+    pids = {name: tuple(target.gateway_pids()) for name, target in session.targets.items() if name != DIRECT}
+    before = {name: cpu_s(found) for name, found in pids.items()}
+    time.sleep(_IDLE_S)
+    for name, found in pids.items():
+        session.starts[name]["idle_cpu_ratio"] = round((cpu_s(found) - before[name]) / _IDLE_S, 4)
+
+
 def _measure(session: Session, bench: Bench, ours: stack.Node) -> None:
     names = list(session.targets)
     for name in names:
         workloads.warm(bench, session.targets[name])
     stack.await_books(ours)
+    _note_idle(session)
     for number in range(session.options.rounds):
         order = names[number % len(names) :] + names[: number % len(names)]
+        _say(f"round {number + 1} of {session.options.rounds}")
         for load in session.options.workloads:
             chosen = workloads.quick(load) if session.options.quick else load
-            for name in [name for name in order if name in session.targets]:
-                _measure_one(session, bench, ours, session.targets[name], chosen, number)
+            for name in order:
+                _measure_one(session, bench, ours, session.targets[name], chosen)
 
 
-def _measure_one(
-    session: Session, bench: Bench, ours: stack.Node, target: Target, load: Workload, number: int
-) -> None:
+def _measure_one(session: Session, bench: Bench, ours: stack.Node, target: Target, load: Workload) -> None:
     record = _attempt(session, bench, target, load)
+    lag_s = stack.await_books(ours) if target.name == OURS else 0.0
     if record is None:
         session.missing[f"{target.name}, {load.name}"] = session.repeated[-1]
-        if target.name == OURS:
-            stack.await_books(ours)
         return
-    lag_s = stack.await_books(ours) if target.name == OURS else 0.0
-    session.records.append({"round": number + 1, **record, "shipper_lag_s": round(lag_s, 2)})
+    session.records.append({**record, "shipper_lag_s": round(lag_s, 2)})
     _say(
-        f"round {number + 1} {load.name:8s} {target.name:16s} {record['requests_per_s']:>9,.0f} req/s "
+        f"{load.name:8s} {target.name:16s} {record['requests_per_s']:>9,.0f} req/s "
         f"p50 {record['latency_us']['p50']:>9,.0f} us  {record['chunks_per_s']:>8,.0f} chunks/s "
         f"CPU {record['gateway_cpu_us_per_request']:>8,.1f} us/req  core {record['gateway_cpu_ratio']:.2f} "
         f"foreign {record['foreign_cpu_ratio']:.2f} waited {record['gateway_waited_ratio']:.2f}"
@@ -217,7 +229,12 @@ def measure(options: argparse.Namespace) -> int:
     print("\n".join(f"{name}: {value}" for name, value in facts().items()))
     print(f"\n{report.table(figures, names)}\n\n{report.ratios(figures, names)}\n\n{report.noise(figures, names)}")
     for name, started in session.starts.items():
-        print(f"{name}: first answer after {started['start_s']:g} s, {started['idle_mb']:g} MB idle")
+        about = ""
+        if name in peers.PEERS:
+            peer = peers.PEERS[name]
+            about = f" ({peer.packages[0]}, {peer.engines_count} engines: {peer.note})"
+        idle = f"{started['idle_mb']:g} MB and {started['idle_cpu_ratio']:.1%} of a core idle"
+        print(f"{name}: first answer after {started['start_s']:g} s, {idle}{about}")
     for name, reason in session.missing.items():
         print(f"NOT MEASURED: {name}: {reason}")
     for reason in session.repeated:

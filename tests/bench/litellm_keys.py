@@ -1,9 +1,10 @@
 """LiteLLM's custom_auth for the benchmark: a fixed list of keys, each with limits, so that its in-memory limiter runs.
 
-Copied beside LiteLLM's configuration and imported there, in LiteLLM's own environment. It is the nearest to our tenants that
-LiteLLM does without its database.
+Copied beside LiteLLM's configuration and imported there, in LiteLLM's own environment. It is the nearest to our tenants
+that LiteLLM does without its database.
 """
-# mypy: ignore-errors  # litellm is only in its own environment (peers.py), never in the project's
+# litellm is only in its own environment (peers.py), never in the project's.
+# mypy: ignore-errors
 
 import os
 from pathlib import Path

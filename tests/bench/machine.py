@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-# The lowest two bits of a CPU clock's id ask for the scheduler's own count, in ns (linux/posix-timers.h, CPUCLOCK_SCHED).
+# The lowest two bits of a CPU clock's id ask for the scheduler's own count in ns (linux/posix-timers.h).
 _CPUCLOCK_SCHED = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Clients and engine stub stand for other machines, so they go before the gateway's side processes on the core that they
@@ -73,8 +73,9 @@ def pin(pid: int, core: int) -> None:
 
 
 def favour(pids: Iterable[int], nice: int) -> bool:
-    """Give the scheduling groups of processes this weight (the kernel weighs sessions, not processes, where autogroups are
-    on). False where it was not allowed: only root may ask for more."""
+    """Give the scheduling groups of processes this weight; the kernel weighs sessions, not processes, where autogroups
+    are on. False where it was not allowed: only root may ask for more.
+    """
     allowed = True
     for pid in pids:
         try:
@@ -127,12 +128,10 @@ def busy_s() -> tuple[float, float]:
 
 def facts() -> dict[str, str]:
     """What a reader needs to judge figures."""
-    model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": model,
+        "cpu": models[0] if models else platform.machine(),
         "cores": str(os.cpu_count()),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "kernel": platform.release(),

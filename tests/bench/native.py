@@ -1,7 +1,7 @@
 """The two C programs of the gateway benchmark: compiled where they are needed, started on the load's core.
 
-Owns: compiling `native/stub.c` (the engine) and `native/load.c` (the clients) into the benchmark's cache folder, starting
-the stub, and running one load with a deadline. Does not own: what is measured (`workloads`) or the gateways.
+Owns: compiling `native/stub.c` (the engine) and `native/load.c` (the clients) into the benchmark's cache folder,
+starting the stub, and running one load with a deadline. Does not own: what is measured (`workloads`) or the gateways.
 They are C because a Python client or engine would be the slowest part of the measurement by a factor of ten.
 """
 
@@ -25,8 +25,11 @@ _SOURCES = Path(__file__).parent / "native"
 _GRACE_S = 30.0
 
 
-def build(home: Path) -> dict[str, Path]:
-    """Paths of `stub` and `load`, compiled unless these very sources were. Raises BenchError."""
+def build(home: Path, search_path: str | None = None) -> dict[str, Path]:
+    """Paths of `stub` and `load`, compiled unless these very sources were. Raises BenchError.
+
+    The compiler is searched for in `search_path`; None: in PATH.
+    """
     programs = {}
     folder = home / "native"
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,22 +37,22 @@ def build(home: Path) -> dict[str, Path]:
         digest = hashlib.blake2b(source.read_bytes(), digest_size=6).hexdigest()
         program = folder / f"{source.stem}-{digest}"
         if not program.exists():
-            _compile(source, program)
+            _compile(source, program, search_path)
         programs[source.stem] = program
     return programs
 
 
-def _compile(source: Path, program: Path) -> None:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+def _compile(source: Path, program: Path, search_path: str | None) -> None:
+    found = (shutil.which(name, path=search_path) for name in ("cc", "gcc", "clang"))
+    compiler = next((path for path in found if path is not None), None)
     if compiler is None:
         raise BenchError(
-            "No C compiler (cc, gcc or clang) is on the PATH, and the benchmark's stub engine and load generator are in C; "
-            "install one (Debian: apt-get install gcc libc6-dev), or name it in CC."
+            "No C compiler (cc, gcc or clang) is on the PATH, and the benchmark's stub engine and load generator are "
+            "in C; install one (Debian: apt-get install gcc libc6-dev)."
         )
     fresh = program.with_suffix(f".{os.getpid()}")
-    made = subprocess.run(
-        [compiler, "-O2", "-Wall", "-Wextra", "-o", str(fresh), str(source)], capture_output=True, text=True, check=False
-    )
+    argv = [compiler, "-O2", "-Wall", "-Wextra", "-o", str(fresh), str(source)]
+    made = subprocess.run(argv, capture_output=True, text=True, check=False)
     if made.returncode:
         raise BenchError(f"{compiler} could not compile {source.name}: {made.stderr.strip().splitlines()[0]}")
     fresh.replace(program)
@@ -95,9 +98,7 @@ class LoadResult:
 def run_load(program: Path, affinity: Affinity, options: Sequence[object], seconds: float) -> LoadResult:
     """One run. Raises BenchError when it could not be made."""
     argv = [*affinity.load, str(program), "--seconds", str(seconds), *map(str, options)]
-    process = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         favour([process.pid], affinity.load_nice)
         before = os.times()

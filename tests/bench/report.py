@@ -1,12 +1,12 @@
 """The tables, the bars and the JSON of the gateway benchmark.
 
-Owns: which figures are shown, ratios between targets of one run, and the bars of DESIGN with who fails them. Does not own:
+Owns: which figures are shown, ratios between targets of one run, and the bars with who fails them. Does not own:
 measuring. A bar that was not measured is a failure of `--check`, never a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +89,8 @@ def table(figures: Figures, targets: Sequence[str]) -> str:
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in padded]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
@@ -102,9 +103,8 @@ def noise(figures: Figures, targets: Sequence[str]) -> str:
         foreign = max((run["foreign_cpu_ratio"].median for run in runs), default=0.0)
         waited = max((run["gateway_waited_ratio"].median for run in runs), default=0.0)
         parts.append(f"{target} {foreign:.2f}/{waited:.2f}")
-    return "Noise (CPUs used by foreign processes / share of time the gateway waited for its core, worst load): " + ", ".join(
-        parts
-    )
+    told = "Noise (CPUs that foreign processes used / share of time that the gateway waited for its core; worst load): "
+    return told + ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +160,13 @@ def verdicts(figures: Figures, idle_mb: float | None) -> list[Verdict]:
 
 def ratios(figures: Figures, targets: Sequence[str]) -> str:
     """Our requests/s, and our CPU time per request, against each other target's."""
-    rate: Callable[[str, str], float | None] = lambda name, figure: (  # noqa: E731 - a table of one expression
-        spread.median if (spread := figures.get((name, RATE), {}).get(figure)) else None
-    )
+    mine = figures.get((OURS, RATE))
     rows = [["ours against", "requests/s", "CPU per request"]]
     for name in targets:
-        theirs = rate(name, "requests_per_s"), rate(name, "gateway_cpu_us_per_request")
-        mine = rate(OURS, "requests_per_s"), rate(OURS, "gateway_cpu_us_per_request")
-        if name in (OURS, DIRECT) or None in (*theirs, *mine):
+        theirs = figures.get((name, RATE))
+        if name in (OURS, DIRECT) or mine is None or theirs is None:
             continue
-        assert theirs[0] and theirs[1] and mine[0] and mine[1]
-        rows.append([name, f"{mine[0] / theirs[0]:.2f}x", f"1/{theirs[1] / mine[1]:.2f}"])
+        rate = mine["requests_per_s"].median / theirs["requests_per_s"].median
+        cost = mine["gateway_cpu_us_per_request"].median / theirs["gateway_cpu_us_per_request"].median
+        rows.append([name, f"{rate:.2f}x", f"{cost:.2f}x"])
     return markdown(rows)

@@ -1,11 +1,11 @@
 """Our side of the gateway benchmark: the product as it is run, with everything on.
 
-Owns: a fresh data folder with 200 keys and their limits, a price book and eight engines; `inferplane serve` and `inferplane
-worker` on it; waiting for the books; `bill reconcile`. Does not own: any load.
+Owns: a fresh data folder with 200 keys and their limits, a price book and eight engines; `inferplane serve` and
+`inferplane worker` on it; waiting for the books; `bill reconcile`. Does not own: any load.
 
-Where things run: the gateway process is moved to its core when it answers; everything else of the node (supervisor, shipper,
-Redis, worker) stays on the load's core, beside the stub and the clients. SQLite, Redis and the spool lie in the data folder,
-which must be on a real disk: the spool calls fdatasync.
+Where things run: the gateway process is moved to its core when it answers; everything else of the node (supervisor,
+shipper, Redis, worker) stays on the load's core, beside the stub and the clients. SQLite, Redis and the spool lie in
+the data folder, which must be on a real disk: the spool calls fdatasync.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.bench.native import Stub
 
 # 20 tenants of ten keys.
 ORG_COUNT, KEYS_PER_ORG = 20, 10
-# Limits per minute of each key, and of each org: finite, so that every request is counted against four of them twice, and
+# Limits per minute of each key, and tenfold of each org: finite, so that every request is counted against eight, and
 # beyond what one core can send.
 _KEY_LIMITS = (
     ("requests", 5_000_000),
@@ -177,9 +177,8 @@ def _await_gateway(serve: subprocess.Popen[str], port: int) -> int:
 
 
 def _gateway_pid(serve_pid: int) -> int:
-    found = [
-        child.pid for child in psutil.Process(serve_pid).children(recursive=True) if "gateway-process" in child.cmdline()
-    ]
+    children = psutil.Process(serve_pid).children(recursive=True)
+    found = [child.pid for child in children if "gateway-process" in child.cmdline()]
     if len(found) != 1:
         raise BenchError(f"One gateway process was expected below `inferplane serve`; there are {len(found)}.")
     return found[0]
@@ -200,9 +199,9 @@ def await_books(running: Node, timeout_s: float = _DRAIN_S) -> float:
     asked_ns = time.time_ns()
     while time.monotonic() < began_s + timeout_s:
         status = read_status(running.spool_dir)
-        if status is not None and status.updated_ns > asked_ns + 50_000_000:
-            if status.lag_events == status.lag_bytes == status.open_count == 0:
-                return time.monotonic() - began_s
+        fresh = status is not None and status.updated_ns > asked_ns + 50_000_000
+        if status is not None and fresh and status.lag_events == status.lag_bytes == status.open_count == 0:
+            return time.monotonic() - began_s
         time.sleep(0.1)
     raise BenchError(f"The shipper has not caught up within {timeout_s:g} s: {read_status(running.spool_dir)}.")
 
@@ -215,7 +214,7 @@ def reconcile(running: Node, engines: Stub) -> dict[str, Any]:
     env = _environment(running.data_dir, running.database_url)
     made = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=600)
     if not made.stdout.strip():
-        raise BenchError(f"`inferplane bill reconcile` ended with status {made.returncode}: {made.stderr.strip()[-300:]}")
+        raise BenchError(f"`bill reconcile` ended with status {made.returncode}: {made.stderr.strip()[-300:]}")
     report: dict[str, Any] = json.loads(made.stdout)
     return report
 

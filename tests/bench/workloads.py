@@ -1,7 +1,7 @@
 """What is asked of each gateway, and how one run of it becomes figures.
 
-Owns: the six loads, the warm-up, one measured run (load, CPU time, memory, noise) and medians over runs. Does not own: which
-gateways there are, or how results are shown.
+Owns: the six loads, the warm-up, one measured run (load, CPU time, memory, noise) and medians over runs. Does not own:
+which gateways there are, or how results are shown.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Workload:
 LATENCY, RATE, TTFT, BURST, PACED, LONG = "latency", "rate", "ttft", "burst", "paced", "long"
 # The prompts of the performance target: 119,000 tokens at 4 bytes.
 _LONG_BYTES = 480_000
-# Paced streams: 256 of them, a chunk each 10 ms: 25,600 chunks/s offered, about what one core was measured to carry with
-# a write per chunk.
+# 256 streams with a chunk each 10 ms: 25,600 chunks/s offered, near what one core carries with a write per chunk.
 _PACED_STREAMS, _PACED_US = 256, 10_000
 WORKLOADS = (
     Workload(LATENCY, 1, 4_000, 2.0, warmup_count=200),

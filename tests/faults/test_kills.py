@@ -15,14 +15,12 @@ import pytest
 
 from tests.faults.conftest import KILLS
 from tests.faults.killable_postgres import KillablePostgres
-from tests.faults.plan import Target, plan
+from tests.faults.plan import SHORT_SEEDS, Target, plan
 from tests.faults.run import prepare, run
 from tests.services import temporary_folder
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
-# Four seeds in a row have every family, and so every target.
-_ORDINARY_SEEDS = 4
 _LEAST_KILLS_IN_CI = 15
 
 
@@ -31,7 +29,7 @@ def chosen_seeds() -> list[int]:
     one = os.environ.get("INFERPLANE_FAULT_SEED")
     if one is not None:
         return [int(one)]
-    return list(range(int(os.environ.get("INFERPLANE_FAULT_SEEDS", _ORDINARY_SEEDS))))
+    return list(range(int(os.environ.get("INFERPLANE_FAULT_SEEDS", SHORT_SEEDS))))
 
 
 @contextmanager
@@ -62,7 +60,7 @@ async def test_kills_lose_and_double_nothing(
 
 
 def test_the_ordinary_seeds_kill_everything_there_is() -> None:
-    plans = [plan(seed) for seed in range(_ORDINARY_SEEDS)]
+    plans = [plan(seed) for seed in range(SHORT_SEEDS)]
     assert {kill.target for one in plans for kill in one.kills} == set(Target)
     assert sum(one.kill_count for one in plans) >= _LEAST_KILLS_IN_CI
 

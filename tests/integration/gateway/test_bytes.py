@@ -239,7 +239,7 @@ def test_completions_are_relayed_like_chats(caller: Caller, node: Node) -> None:
 
 
 def test_a_long_user_is_forwarded_whole_and_stored_cut(caller: Caller, node: Node, engines: Engines) -> None:
-    answer = caller.post(body("normal", **{"user": "u" * 100_000}))
+    answer = caller.post({**body(), "user": "u" * 100_000})
     assert answer.status_code == 200
     sent = engines.truth(answer.headers["x-request-id"]).body
     assert json.loads(sent)["user"] == "u" * 100_000

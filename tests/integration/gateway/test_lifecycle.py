@@ -5,6 +5,7 @@ Its tests stand on each other: the last one stops the node.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from billing.usage_event import Outcome
-from tests.integration.gateway.client import CHAT, Caller, RawClient, assert_error, body, chunks, request, request_id
+from tests.integration.gateway.client import Caller, RawClient, assert_error, body, chunks, request, request_id
 from tests.integration.gateway.conftest import ENV, reconcile
 from tests.integration.gateway.stack import (
     Engines,
@@ -139,20 +140,33 @@ def sum_of(life: Node, name: str, **labels: str) -> float:
 def test_metrics_are_the_sum_over_the_workers(life: Node, plain: Caller) -> None:
     before = sum_of(life, "inferplane_requests_total", status="200", model="m")
     tokens = sum_of(life, "inferplane_tokens_total", model="m", kind="output")
-    workers: set[int] = set()
-    for n in range(20):
-        with http_client(life.url, plain.tenant.headers) as client:
-            with client.stream("POST", CHAT, json=body(stream=bool(n % 2))) as answer:
-                port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
-                workers.update(pid for pid in (holder(life, port),) if pid is not None)
-                answer.read()
-    assert len(workers) == 2, "both workers have served"
+    for worker in life.workers():
+        with connected_to(life, worker) as raw:
+            for n in range(10):
+                raw.send(request(plain.tenant, body(stream=bool(n % 2))))
+                raw.read_until(b"[DONE]" if n % 2 else b"}}")
     eventually(lambda: sum_of(life, "inferplane_requests_total", status="200", model="m") == before + 20, "20 counted")
     assert sum_of(life, "inferplane_tokens_total", model="m", kind="output") == tokens + 100
     names = {name for name, _ in samples(life)}
     assert {"inferplane_time_to_first_token_seconds_bucket", "inferplane_requests_in_flight"} <= names
     text = json.dumps([list(map(str, key)) for key in samples(life)])
     assert plain.tenant.org_id not in text, "no tenant is a label"
+
+
+@contextlib.contextmanager
+def connected_to(life: Node, worker: psutil.Process) -> Iterator[RawClient]:
+    """A connection that this worker holds: the others are stopped while it is accepted."""
+    others = [one for one in life.workers() if one.pid != worker.pid]
+    for one in others:
+        one.suspend()
+    try:
+        raw = RawClient(life)
+        eventually(lambda: holder(life, raw.sock.getsockname()[1]) == worker.pid, "the worker has accepted")
+    finally:
+        for one in others:
+            one.resume()
+    with raw:
+        yield raw
 
 
 def holder(life: Node, client_port: int) -> int | None:
@@ -180,10 +194,8 @@ def test_the_loss_of_redis_stops_no_stream_and_only_who_has_limits_is_refused(
             assert_error(refused, 503, "limits_unavailable")
             assert int(refused.headers["retry-after-ms"]) > 0
             assert plain.post(body()).status_code == 200, "no limits, no store"
-            said = life.ready()
-            assert said is not None
-            assert said["ready"]
-            assert not said["limits"]["answering"]
+            everywhere(life, "/readyz", lambda answer: not answer.json()["limits"]["answering"], "it is shown")
+            everywhere(life, "/readyz", lambda answer: answer.status_code == 200, "and stops nobody")
         finally:
             redis.kill()
         rest = raw.read_all()

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 
 import httpx
-import pytest
 
 from billing.usage_event import Outcome
 from tests.integration.gateway.client import CHAT, Caller, RawClient, assert_error, body, request
@@ -48,7 +47,7 @@ def test_tokens_are_reserved_before_and_settled_after(node: Node, people: People
         answer = caller.post(body("normal?tokens=5", max_tokens=80))
         assert answer.status_code == 200, answer.text
         assert limits_of(answer, "tokens")[0] == 100
-        time.sleep(0.3)  # a settlement reaches the store within two report intervals of 50 ms
+        time.sleep(0.8)  # what was not used, and what a worker holds unspent on lease, is back within this time
     refused = caller.post(body(max_tokens=101))
     error = assert_error(refused, 429, "rate_limit_exceeded", "tokens")
     assert refused.headers["x-should-retry"] == "false", "larger than the whole limit: waiting does not help"
@@ -58,9 +57,9 @@ def test_tokens_are_reserved_before_and_settled_after(node: Node, people: People
 
 
 def test_a_running_stream_holds_its_reservation_until_it_ends(node: Node, people: People) -> None:
-    caller = Caller(node, people["100 output"])
+    caller = Caller(node, people["100 output again"])
     with RawClient(node) as raw:
-        raw.send(request(people["100 output"], body("normal?tokens=500&gap_ms=20", stream=True, max_tokens=70)))
+        raw.send(request(caller.tenant, body("normal?tokens=500&gap_ms=20", stream=True, max_tokens=70)))
         raw.read_until(b"tok1 ")
         refused = caller.post(body(max_tokens=70))
         assert_error(refused, 429, "rate_limit_exceeded", "tokens")
@@ -107,16 +106,16 @@ def test_one_after_the_other_is_never_refused_by_a_cap_of_one(node: Node, people
 
 
 def test_refusals_are_counted_by_the_minute(node: Node, people: People) -> None:
-    caller = Caller(node, people["3 requests"])
-    refused = caller.post(body())
-    if refused.status_code == 200:
-        pytest.fail("the limit was not used up by the tests before")
+    caller = Caller(node, people["2 requests"])
+    statuses = [caller.post(body()).status_code for _ in range(6)]
+    assert Counter(statuses) == {200: 2, 429: 4}
 
     def told() -> bool:
         with http_client(node.url, {"authorization": f"Bearer {node.admin_secret}"}) as client:
-            asked = {"start_time": int(time.time()) - 86_400, "bucket_width": "1d", "org_id": caller.tenant.org_id}
+            asked: dict[str, str | int] = {"start_time": int(time.time()) - 86_400, "bucket_width": "1d"}
+            asked["org_id"] = caller.tenant.org_id
             answer = client.get("/admin/v1/refusals", params=asked)
         rows = [row for bucket in answer.json()["data"] for row in bucket["results"]]
-        return sum(row["refusal_count"] for row in rows) >= 7
+        return [row["refusal_count"] for row in rows] == [4]
 
-    eventually(told, "seven refusals in the report")
+    eventually(told, "four refusals in the report")

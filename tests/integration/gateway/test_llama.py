@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -36,7 +37,7 @@ def alone(llama_url: str) -> Iterator[Node]:
 @pytest.fixture
 def sdk(alone: Node) -> Iterator[openai.OpenAI]:
     """A client with the key that was shown at the start."""
-    http = httpx.Client(verify=False, trust_env=False)
+    http: Any = httpx.Client(verify=False, trust_env=False)
     assert alone.first_secret is not None
     with openai.OpenAI(
         base_url=alone.url + "/v1", api_key=alone.first_secret, http_client=http, max_retries=0

@@ -19,7 +19,7 @@ ASK: list[Any] = [{"role": "user", "content": "hello"}]
 
 def new_client(node: Node, secret: str, **more: Any) -> openai.OpenAI:
     """A client that loads no certificates and reads no environment."""
-    http = httpx.Client(verify=False, trust_env=False)
+    http: Any = httpx.Client(verify=False, trust_env=False)
     return openai.OpenAI(base_url=node.url + "/v1", api_key=secret, http_client=http, **{"max_retries": 0, **more})
 
 
@@ -134,7 +134,7 @@ def test_the_sdk_retries_what_we_say_can_be_retried(node: Node, people: People, 
 
 def test_the_async_client_side_by_side(caller: Caller) -> None:
     async def run() -> list[str]:
-        http = httpx.AsyncClient(verify=False, trust_env=False)
+        http: Any = httpx.AsyncClient(verify=False, trust_env=False)
         async with openai.AsyncOpenAI(
             base_url=caller.node.url + "/v1", api_key=caller.tenant.secret, http_client=http, max_retries=0
         ) as client:
