@@ -38,7 +38,7 @@ from controlplane.tenancy import Limit
 # Local ends of leases: 10 % before the store's (1 s and 4 s), for clocks that run at different speeds.
 LEASE_LOCAL_NS = 900_000_000
 SLOT_LOCAL_NS = 3_600_000_000
-# A lease with less left than a call may take (250 ms) and a margin is not relied on during a call.
+# A lease with less left than a call takes as a rule is not drawn on in one; a slower call is noticed in its reply.
 SURE_NS = 300_000_000
 # Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
 IDLE_NS = 400_000_000
@@ -240,9 +240,15 @@ class Leases:
         self._activate(lease)
         return Part(lease, ask, amount, taken)
 
-    def merge(self, plan: Plan, reply: Reply, sent_ns: int, now_ns: int) -> Admitted | Refused:
-        """Take the reply in. `sent_ns` is from before the call was sent, `now_ns` from after the reply came."""
+    def merge(self, plan: Plan, reply: Reply, sent_ns: int, now_ns: int) -> Admitted | Refused | None:
+        """Take the reply in. `sent_ns` is from before the call was sent, `now_ns` from after the reply came.
+
+        None: a lease that the request drew on had ended in the store before the call got there; ask again.
+        """
         self.process_count = max(1, reply.process_count)
+        if any(part.taken and not bucket.known for part, bucket in zip(plan.parts, reply.buckets, strict=True)):
+            self._keep_grants(plan, reply, sent_ns)
+            return None
         spends: list[tuple[object, int, object]] = []
         for part, bucket in zip(plan.parts, reply.buckets, strict=True):
             lease = part.lease
@@ -260,6 +266,14 @@ class Leases:
         # Requests that asked beside this one may have been granted more than they took.
         spare = self.try_spend(tuple(part.lease.limit for part in plan.parts), plan.cost, now_ns)
         return spare or self._refusal(plan, reply, view)
+
+    def _keep_grants(self, plan: Plan, reply: Reply, sent_ns: int) -> None:
+        for part, bucket in zip(plan.parts, reply.buckets, strict=True):
+            self._take_grant(part.lease, part.ask, bucket, sent_ns)
+            self._activate(part.lease)
+            part.lease.pending -= part.taken
+            if bucket.known and part.lease.id == part.ask.lease_id:
+                part.lease.left += part.taken
 
     def _spend_granted(self, part: Part, now_ns: int) -> Batch:
         lease = part.lease

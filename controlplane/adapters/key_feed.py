@@ -192,6 +192,8 @@ class KeyFeed:
         self._tasks.clear()
         if self._reading is not None:
             self._cut()
+            # The read that is cut fails, which is nobody's business now; without a look asyncio would log it.
+            self._reading.add_done_callback(lambda cut: cut.cancelled() or cut.exception())
             await asyncio.wait({self._reading}, timeout=self._options.read_timeout_s)
             self._reading = None
         self._reader.shutdown(wait=False, cancel_futures=True)

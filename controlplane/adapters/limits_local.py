@@ -31,6 +31,7 @@ class InProcessLimits:
             return plan
         reply = self._buckets.attempt(plan.attempt, now_ns // 1_000)
         decision = self._leases.merge(plan, reply, now_ns, now_ns)
+        assert decision is not None, "one clock and no way between: a lease held here has not ended there"
         self._report(now_ns)
         return decision
 

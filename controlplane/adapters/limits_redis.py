@@ -81,8 +81,8 @@ _REPORTS_PER_ROUND = 32
 class LimitsOptions:
     """Tuning of `RedisLimits`; the defaults fit production."""
 
-    deadline_s: float = 0.25
-    """Of one call. Must stay below `leases.SURE_NS` (0.3 s)."""
+    deadline_s: float = 0.8
+    """Of one call. Must stay below `leases.LEASE_LOCAL_NS` (0.9 s): what a reply grants must still be good."""
     interval_s: float = 0.05
     """Of the background report: settlements reach the store within two of these."""
     heartbeat_s: float = 0.5

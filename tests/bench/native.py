@@ -1,6 +1,6 @@
 """The two C programs of the gateway benchmark: compiled where they are needed, started on the load's core.
 
-Owns: compiling `native/stub.c` (the engine) and `native/load.c` (the clients) into the benchmark's cache folder,
+Owns: compiling `csrc/stub.c` (the engine) and `csrc/load.c` (the clients) into the benchmark's cache folder,
 starting the stub, and running one load with a deadline. Does not own: what is measured (`workloads`) or the gateways.
 They are C because a Python client or engine would be the slowest part of the measurement by a factor of ten.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.machine import Affinity, BenchError, favour
 
-_SOURCES = Path(__file__).parent / "native"
+_SOURCES = Path(__file__).parent / "csrc"
 # load.c waits 20 s for answers that are under way when its time is over; a run that takes longer than that hangs.
 _GRACE_S = 30.0
 

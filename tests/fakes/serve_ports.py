@@ -98,9 +98,19 @@ class FakeAnswer:
         self._clock = clock
         self.aborted = self.released = False
         self.ended = False
+        self._stuck: Exception | None = None
 
     async def read(self, timeout_s: float) -> bytes:
-        """The next step."""
+        """The next step. A fault stays one, as on a real connection."""
+        if self._stuck is not None:
+            raise self._stuck
+        try:
+            return await self._next(timeout_s)
+        except Exception as error:
+            self._stuck = error
+            raise
+
+    async def _next(self, timeout_s: float) -> bytes:
         if self.ended or not self._steps:
             self.ended = True
             return b""
@@ -128,6 +138,7 @@ class FakeAnswer:
         while data := await self.read(until_s - self._clock.now_s):
             parts += data
             if len(parts) > limit_bytes:
+                self.abort()
                 raise EngineLost("e", "too long")
         return parts
 
@@ -389,7 +400,7 @@ class World:
             assert [one.billable for one in books.closes].count(True) == 1, "one attempt of a request is billable"
             assert books.closes[-1].billable, "the last one"
         assert len(fleet.ends) == len(fleet.picked), "each pick released once"
-        assert [id(target) for target, _ in fleet.ends] == [id(target) for target in fleet.picked]
+        assert {id(target) for target, _ in fleet.ends} == {id(target) for target in fleet.picked}
         assert len(limits.settled) == len(limits.reserved), "each reservation settled once"
         assert all(answer.aborted or answer.released for answer in fleet.answers), "each answer let go"
         assert len(books.opens) <= 2, "at most one retry"

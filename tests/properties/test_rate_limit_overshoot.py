@@ -34,7 +34,7 @@ from controlplane.rate_limit import (
 from controlplane.tenancy import Dimension, Limit
 
 # A process gives a call up after this long; the store may still execute it.
-DEADLINE_US = 250_000
+DEADLINE_US = 800_000
 TICK_US = 50_000
 
 
@@ -275,7 +275,7 @@ def limit_of(dimension: Dimension, amount: int, burst: int, period_s: int = 1) -
 
 # Rates are slow beside the life of a lease, so that a second's refill cannot hide a fault.
 WAITS_US = [0, 0, 1_000, 60_000, 200_000, 450_000, 800_000, 1_000_000, 1_200_000, 7_000_000, 21_000_000]
-DELAYS_US = [200, 200, 2_000, 40_000, 120_000, 220_000, 900_000, 1_500_000]
+DELAYS_US = [200, 200, 2_000, 40_000, 120_000, 220_000, 500_000, 750_000, 900_000, 1_500_000]
 ACTIONS = ["request"] * 4 + ["burst"] * 6 + ["settle"] + ["settle_all"] * 4 + ["mute"] * 2 + ["crash", "lose"]
 OPS = st.lists(
     st.builds(
@@ -386,7 +386,7 @@ class LeaseEndsAllAtOnce(Buckets):
 class ExpiryFromTheReply(Leases):
     """Counts a lease's local end from when the answer came, not from before the call was sent."""
 
-    def merge(self, plan: Plan, reply: Reply, sent_ns: int, now_ns: int) -> Admitted | Refused:
+    def merge(self, plan: Plan, reply: Reply, sent_ns: int, now_ns: int) -> Admitted | Refused | None:
         return super().merge(plan, reply, now_ns, now_ns)
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from billing.usage_event import Outcome
-from controlplane.errors import EngineLost, EngineTimeout, EngineUnreachable
+from controlplane.errors import EngineError, EngineLost, EngineTimeout, EngineUnreachable
 from controlplane.ports import Fault
 from controlplane.serve import Path
 from tests.fakes.serve_ports import DEADLINES, After, Hang, Plan, Step, World, a_call
@@ -56,30 +56,17 @@ GOOD_ENDS: st.SearchStrategy[list[Step]] = st.sampled_from(
 )
 
 
+HEADS: st.SearchStrategy[int | EngineError | Hang] = st.sampled_from(
+    [200] * 8 + [400, 401, 307, 429, 500, 503, EngineUnreachable("e", "no"), EngineLost("e", "cut"), Hang()]
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """One engine's behaviour."""
-    head = draw(
-        st.sampled_from(
-            [
-                200,
-                200,
-                200,
-                200,
-                400,
-                401,
-                307,
-                429,
-                500,
-                503,
-                EngineUnreachable("e", "no"),
-                EngineLost("e", "cut"),
-                Hang(),
-            ]
-        )
-    )
+    head: int | EngineError | Hang = draw(HEADS)
     if head != 200:
-        return Plan(head, draw(st.sampled_from([(b"{}", b""), (EngineLost("e", "cut"),), (b"x" * 70_000, b"")])))
+        return Plan(head, draw(st.sampled_from([(b"{}", b""), (EngineLost("e", "cut"),), (b"{", Hang())])))
     steps: list[Step] = [ROLE] * draw(st.integers(0, 1))
     steps += [word(n) for n in range(1, draw(st.integers(0, 5)) + 1)]
     if draw(st.booleans()):
@@ -96,18 +83,19 @@ CASES = st.builds(
     plans=st.tuples(plans(), plans()),
     stream=st.booleans(),
     endpoints=st.integers(0, 2),
-    leave_at=st.none() | st.integers(0, 25),
+    leave_at=st.none() | st.integers(2, 25),  # before the second turn it has not begun
     drain=st.booleans(),
     spool_for=st.none() | st.integers(0, 1),
 )
 
 
+def _whole(plan: Plan) -> Plan:
+    return replace(plan, steps=(WHOLE, *plan.steps[-1:]))
+
+
 async def play(case: Case, path_class: type[Path] = Path) -> World:
     """Serve one case to its end."""
-    given_plans = tuple(
-        plan if case.stream or plan.head != 200 else replace(plan, steps=(WHOLE, *plan.steps[-1:]))
-        for plan in case.plans
-    )
+    given_plans = tuple(_whole(plan) if plan.head == 200 and not case.stream else plan for plan in case.plans)
     world = World(given_plans, endpoints=case.endpoints, deadlines=DEADLINES, path_class=path_class)
     world.books.full_after = case.spool_for
     running = asyncio.create_task(world.serve(a_call(stream=case.stream)))
@@ -152,7 +140,7 @@ def check(world: World) -> None:
             assert end.ending.value == "completed"
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=CASES)
 def test_every_request_is_answered_billed_once_and_lets_everything_go(case: Case) -> None:
     check(asyncio.run(play(case)))
@@ -233,12 +221,12 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_planted_fault_is_found(mutant: type[Path]) -> None:
-    @settings(max_examples=1_500, deadline=None, database=None, derandomize=True,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(max_examples=1_500, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+              report_multiple_bugs=False, suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(case=CASES)
     def holds(case: Case) -> None:
         check(asyncio.run(play(case, mutant)))
 
     with pytest.raises(BaseException) as caught:
         holds()
-    assert isinstance(caught.value, AssertionError | BaseExceptionGroup), caught.value
+    assert isinstance(caught.value, AssertionError | BaseExceptionGroup), repr(caught.value)

@@ -216,7 +216,9 @@ class Pair:
         plan = self.leases.plan(limits, cost, self.now_ns)
         if isinstance(plan, Refused):
             return plan
-        return self.leases.merge(plan, self.answer(plan), self.now_ns, self.now_ns)
+        decision = self.leases.merge(plan, self.answer(plan), self.now_ns, self.now_ns)
+        assert decision is not None
+        return decision
 
     def answer(self, plan: Plan) -> Reply:
         return self.store.attempt(plan.attempt, self.now_ns // 1_000)
@@ -410,3 +412,15 @@ def test_the_same_limit_twice_in_a_request_counts_once() -> None:
     small = limit(Dimension.REQUESTS, 3, 3_600)
     pair.admit((small, small))
     assert pair.level(small) == 2
+
+
+def test_a_lease_that_ended_on_the_way_is_not_spent() -> None:
+    pair = Pair()
+    assert isinstance(pair.admit((TOKENS,), Cost(0, 100)), Admitted)
+    lease = next(iter(pair.leases._leases.values()))
+    plan = pair.leases.plan((TOKENS,), Cost(0, lease.left + 1), pair.now_ns)
+    assert isinstance(plan, Plan)
+    slow_us = pair.now_ns // 1_000 + LEASE_TTL_US  # the call takes so long that the lease is over when it arrives
+    reply = pair.store.attempt(plan.attempt, slow_us)
+    assert pair.leases.merge(plan, reply, pair.now_ns, slow_us * 1_000) is None
+    assert lease.pending == 0
