@@ -20,7 +20,7 @@ def reject_constant(constant: str) -> Any:
 
 
 # The C scanner: (text, offset) -> (value, end). typeshed leaves it out; `JSONDecoder.raw_decode` wraps it.
-_SCAN: Final = json.JSONDecoder(parse_constant=reject_constant).scan_once  # type: ignore[attr-defined]
+_SCAN: Final = json.JSONDecoder(parse_constant=reject_constant).scan_once  # type: ignore[attr-defined] # the C scanner
 
 
 Member = tuple[str, int, int, int, Any]

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, replace
 
-from billing.metering import UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
+from billing.metering import CHECKPOINT_S, UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.admission import after_outage
 from controlplane.errors import EngineError, EngineTimeout, SpoolFull
@@ -86,7 +86,15 @@ class _Attempt:
     answer: Answer | None = None
     meter: Meter | None = None
     first_token_ns: int | None = None
+    reached: bool = False
+    """An engine may have seen it: there was a connection to write it to."""
+    look: asyncio.TimerHandle | None = None
+    """Looks for a checkpoint that is due while the engine is silent."""
     closed: bool = False
+
+    def on_send(self) -> None:
+        """The request is about to be written."""
+        self.reached = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +314,7 @@ class Path:
     async def _attempt(self, run: _Run, attempt: _Attempt) -> Fault | None:
         """None: answered, and closed. A fault: nothing was sent to the client, and the attempt is still open."""
         try:
-            answer = await self._p.fleet.send(attempt.target, run.call, run.served, self._left(run))
+            answer = await self._p.fleet.send(attempt.target, run.call, run.served, self._left(run), attempt.on_send)
         except EngineTimeout as error:
             return engine_fault(error if error.deadline == "connect" else self._late(run))
         except EngineError as error:
@@ -366,6 +374,7 @@ class Path:
         total_s = run.call.started_s + self._deadlines.total_s
         first_s = attempt.sent_s + self._deadlines.first_byte_s
         held, out, lost, pending_bytes = b"", b"", TRUNCATED, 0
+        self._look_again(run, attempt, meter)
         while not meter.done:
             at_s = now_s()
             wait_s = min(idle_s if sink.started else first_s - at_s, total_s - at_s)
@@ -393,6 +402,13 @@ class Path:
                 await sink.write(out)
                 out = b""
         return await self._end_stream(run, attempt, out, lost)
+
+    def _look_again(self, run: _Run, attempt: _Attempt, meter: Meter) -> None:
+        """Four times per checkpoint interval: an engine that falls silent must not hold back what was delivered."""
+        if run.sink.started and run.sink.drained:
+            self._delivered(run, attempt, meter)
+        loop = asyncio.get_running_loop()
+        attempt.look = loop.call_later(CHECKPOINT_S / 4, self._look_again, run, attempt, meter)
 
     async def _read(self, run: _Run, answer: Answer, wait_s: float) -> bytes:
         """The next bytes; a passed deadline by its right name, although bytes may be there."""
@@ -510,6 +526,8 @@ class Path:
         if attempt.closed:
             return
         attempt.closed = True
+        if attempt.look is not None:
+            attempt.look.cancel()
         known = usage if usage is not None else UNKNOWN_USAGE
         run.trace.outcome, run.trace.usage = verdict.outcome.value, usage
         run.used = _used(run.reserved, attempt, known)
@@ -555,7 +573,7 @@ class Path:
             if run.sink.drained:
                 meter.delivered()
             usage = replace(self._delivered_usage(run, meter), estimated=True)
-        elif request.wish.stream or fault is DEFECT:  # not one token came
+        elif request.wish.stream or fault is DEFECT or not attempt.reached:  # not one token came
             usage = replace(UNKNOWN_USAGE, estimated=True)
         else:  # the engine has worked for it, unseen: its input is what is known (DESIGN 4.3)
             usage = replace(UNKNOWN_USAGE, uncached_input_tokens=request.estimated_input_tokens, estimated=True)

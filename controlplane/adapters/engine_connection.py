@@ -11,7 +11,7 @@ import asyncio
 import socket
 import ssl
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -49,6 +49,8 @@ class EngineCall:
     ssl: ssl.SSLContext | None = None
     server_name: str | None = None
     """The name in the engine's certificate, where it is not `host`."""
+    on_send: Callable[[], None] | None = None
+    """Called as soon as there is a connection, before the first byte of the request is written to it."""
 
 
 Key = tuple[str, int, ssl.SSLContext | None, str | None]
@@ -132,6 +134,8 @@ class Connection(asyncio.Protocol):
         self._started = self._done = self._close_delimited = False
         timeout_s = call.first_byte_timeout_s
         deadline_s = self.loop.time() + timeout_s
+        if call.on_send is not None:
+            call.on_send()
         try:
             size = sum(map(len, call.body))
             if size <= _JOIN_BYTES:
@@ -142,7 +146,7 @@ class Connection(asyncio.Protocol):
                 if self._error is not None:
                     if not self._started:
                         raise StaleConnection(self._error)  # noqa: TRY301 - the one place that knows both
-                    raise EngineLost(call.endpoint_id, self._error)  # noqa: TRY301
+                    raise EngineLost(call.endpoint_id, self._error)  # noqa: TRY301 - as above
                 await self._wait(deadline_s, "first_byte", timeout_s)
         except BaseException:
             self.close()

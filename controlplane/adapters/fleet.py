@@ -106,7 +106,9 @@ class EngineFleet:
             return NoTarget(reason, decision.retry_after_s)
         return _target(decision, call.explain)
 
-    async def send(self, target: Target, call: Call, served: str, limits: Deadlines) -> Answer:
+    async def send(
+        self, target: Target, call: Call, served: str, limits: Deadlines, on_send: Callable[[], None]
+    ) -> Answer:
         """Send the client's body, with our fields edited in place. Raises EngineError."""
         decision = _decision(target)
         endpoint = decision.endpoint
@@ -136,6 +138,7 @@ class EngineFleet:
                 body=body,
                 connect_timeout_s=limits.connect_s,
                 first_byte_timeout_s=limits.first_byte_s,
+                on_send=on_send,
             )
         )
 
@@ -169,7 +172,7 @@ class EngineFleet:
         self._d.decisions.put(call.request_id, call.principal.org_id, _decision(target).record())
 
     async def _connect_facts(self, endpoint: Endpoint) -> _Wire:
-        """Work out and keep how this endpoint is reached. Raises EngineUnreachable when its TLS files cannot be used."""
+        """Work out and keep how this endpoint is reached. Raises EngineUnreachable if its TLS files cannot be used."""
         parts = urlsplit(endpoint.url)
         host = parts.hostname or "127.0.0.1"
         secure = parts.scheme == "https"

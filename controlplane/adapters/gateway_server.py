@@ -138,20 +138,12 @@ class GatewayProtocol(HttpToolsProtocol):
     # -- the parser ----------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        super().on_message_begin()
         if self._busy():
             self._close_after_answer()
             return
-        super().on_message_begin()
         self._stage = _Stage.HEAD
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item] # ASGI leaves its content open
-
-    def on_url(self, url: bytes) -> None:
-        if not self._deaf:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._deaf:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._deaf:

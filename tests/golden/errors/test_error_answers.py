@@ -96,7 +96,7 @@ async def render(fault: Fault, view: LimitView | None) -> dict[str, Any]:
 
 def answers() -> dict[str, Any]:
     """Every error by name."""
-    found = {name: asyncio.run(render(fault, view)) for name, fault, view in cases()}
+    found: dict[str, Any] = {name: asyncio.run(render(fault, view)) for name, fault, view in cases()}
     found["inside a stream"] = OpenAiEdge().stream_fault(faults.TRUNCATED).decode()
     return found
 

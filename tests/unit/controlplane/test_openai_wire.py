@@ -203,7 +203,7 @@ class TestRefusals:
 
 
 class TestEdits:
-    BODY = b'{ "messages" : [{"content":"\\u00e9 \xe4\xbd\xa0","model":"inner","priority":1}] ,\n "temperature": 1.0e-0, "model": "alias", "x": {"cache_salt": 1} }'  # noqa: E501
+    BODY = b'{ "messages" : [{"content":"\\u00e9 \xe4\xbd\xa0","model":"inner","priority":1}] ,\n "temperature": 1.0e-0, "model": "alias", "x": {"cache_salt": 1} }'  # noqa: E501 - one body, byte for byte
 
     def test_nothing_to_change_is_the_same_bytes(self) -> None:
         assert edited(self.BODY, model_served="alias") == self.BODY
