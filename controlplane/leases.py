@@ -43,13 +43,15 @@ SURE_NS = 300_000_000
 # Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
 IDLE_NS = 400_000_000
 # A lease in use is renewed, and what was spent of it reported, this often.
-RENEW_NS = 300_000_000
+RENEW_NS = 450_000_000
 # Slots are renewed this often (they end after 4 s).
 SLOT_RENEW_NS = 1_000_000_000
 # Two grants closer than this: the lease is too small for the traffic, so the next wish doubles.
 BUSY_NS = 250_000_000
 # First wish: this many requests like the one that asked.
 FIRST_WISH = 4
+# A large limit lends each process this part of it divided by the processes: asking is dear, a second's loan is not.
+LEND_DIVISOR = 64
 # A wish never exceeds this part of a bucket.
 WISH_DIVISOR = 4
 # Spends of a small limit are reported at once; they reach the store within this time (a report interval and a call).
@@ -74,8 +76,8 @@ class Lease:
     """What this process holds of one limit. `left` may be spent until `valid_ns`; everything here is in tokens."""
 
     __slots__ = (
-        "active", "axis", "base", "batch", "credits", "debt", "granted_ns", "id", "in_use", "last_use_ns", "left",
-        "limit", "pending", "registered", "round", "small", "spent", "synced_ns", "target", "valid_ns",
+        "active", "axis", "base", "batch", "credits", "debt", "doubled", "granted_ns", "id", "in_use", "last_use_ns",
+        "left", "limit", "pending", "registered", "round", "small", "spent", "synced_ns", "target", "valid_ns",
     )  # fmt: skip
 
     def __init__(self, limit: Limit, lease_id: str, now_ns: int) -> None:
@@ -89,6 +91,7 @@ class Lease:
         self.valid_ns = now_ns
         self.last_use_ns = now_ns
         self.granted_ns = 0
+        self.doubled = False
         self.synced_ns = now_ns
         self.target = 0
         self.base = limit.burst
@@ -230,7 +233,9 @@ class Leases:
         need = amount - taken
         want = 0
         if need and not lease.small:
-            busy = now_ns - lease.granted_ns < BUSY_NS
+            # Doubled once per grant, not once per request being decided: sixty of them in one tick are one sign.
+            busy = now_ns - lease.granted_ns < BUSY_NS and not lease.doubled
+            lease.doubled = lease.doubled or busy
             lease.target = self._wish(lease, max(lease.target * (2 if busy else 1), FIRST_WISH * amount))
             want = lease.target
         ask = Ask(lease.limit, lease.id, need=need, want=want, held=lease.held() if lease.axis == SLOTS else 0)
@@ -302,6 +307,7 @@ class Leases:
         if bucket.granted:
             lease.left += bucket.granted
             lease.granted_ns = sent_ns
+            lease.doubled = False
         if ask.renew or bucket.granted:
             lease.valid_ns = max(lease.valid_ns, self.local_end_ns(lease, sent_ns))
 
@@ -559,9 +565,15 @@ class Leases:
     def _is_small(self, limit: Limit) -> bool:
         return not self._ahead or min(limit.amount, capacity_of(limit)) < SMALL_PER_PROCESS * self.process_count
 
-    @staticmethod
-    def _wish(lease: Lease, tokens: int) -> int:
-        return min(tokens, capacity_of(lease.limit) // WISH_DIVISOR)
+    def _wish(self, lease: Lease, tokens: int) -> int:
+        """How much to hold ahead: at least this process's share of a sixty-fourth of a large limit, at most a quarter.
+
+        Slots that a lost call leaves behind are gone for 4 s: never more ahead than are in use, and a few.
+        """
+        capacity = capacity_of(lease.limit)
+        if lease.axis == SLOTS:
+            return min(tokens, capacity // WISH_DIVISOR, max(FIRST_WISH, lease.in_use + lease.pending))
+        return min(max(tokens, capacity // (LEND_DIVISOR * self.process_count)), capacity // WISH_DIVISOR)
 
 
 def view_of(leases: list[Lease]) -> LimitView:

@@ -129,6 +129,8 @@ class RedisLimits:
         self._met_before = False
         self._met_other = False
         self._identifying = asyncio.Lock()
+        self._asked: dict[str, asyncio.Future[None]] = {}
+        """The latest call under way per first limit of a request; those who come meanwhile wait for its grant."""
         self._wake = asyncio.Event()
         self._stopping = False
         self._loop_task: asyncio.Task[None] | None = None
@@ -147,6 +149,23 @@ class RedisLimits:
         """One atomic attempt at the store, within the deadline. Never raises for a store that is gone."""
         if not limits:
             return Admitted(Ticket(cost, []), NO_LIMITS)
+        asked = self._asked.get(limits[0].limit_id)
+        if asked is not None:
+            # Somebody is asking for the same limits, and brings back more than one request's worth as a rule.
+            await asyncio.wait({asked}, timeout=self._options.deadline_s)
+            spare = self._leases.try_spend(limits, cost, self._clock())
+            if spare is not None:
+                return spare
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked[limits[0].limit_id] = mine
+        try:
+            return await self._admit(limits, cost)
+        finally:
+            mine.set_result(None)
+            if self._asked.get(limits[0].limit_id) is mine:
+                del self._asked[limits[0].limit_id]
+
+    async def _admit(self, limits: tuple[Limit, ...], cost: Cost) -> Admitted | Refused:
         refused = Refused(RefusalReason.STORE_UNAVAILABLE, None, 0, 0, LEASE_WAIT_S, NO_LIMITS)
         try:
             async with asyncio.timeout(self._options.deadline_s):

@@ -234,7 +234,8 @@ def measure(options: argparse.Namespace) -> int:
             peer = peers.PEERS[name]
             about = f" ({peer.packages[0]}, {peer.engines_count} engines: {peer.note})"
         idle = f"{started['idle_mb']:g} MB and {started['idle_cpu_ratio']:.1%} of a core idle"
-        print(f"{name}: first answer after {started['start_s']:g} s, {idle}{about}")
+        most_mb = max((each["gateway_mb"] for each in session.records if each["target"] == name), default=0.0)
+        print(f"{name}: first answer after {started['start_s']:g} s, {idle}, {most_mb:g} MB at most{about}")
     for name, reason in session.missing.items():
         print(f"NOT MEASURED: {name}: {reason}")
     for reason in session.repeated:

@@ -138,6 +138,7 @@ def sum_of(life: Node, name: str, **labels: str) -> float:
 
 
 def test_metrics_are_the_sum_over_the_workers(life: Node, plain: Caller) -> None:
+    time.sleep(0.8)  # counts of the tests before are on their way: each worker writes its own every quarter of a second
     before = sum_of(life, "inferplane_requests_total", status="200", model="m")
     tokens = sum_of(life, "inferplane_tokens_total", model="m", kind="output")
     for worker in life.workers():
@@ -160,6 +161,7 @@ def connected_to(life: Node, worker: psutil.Process) -> Iterator[RawClient]:
     for one in others:
         one.suspend()
     try:
+        eventually(lambda: {one.status() for one in others} == {psutil.STATUS_STOPPED}, "the others have stopped")
         raw = RawClient(life)
         eventually(lambda: holder(life, raw.sock.getsockname()[1]) == worker.pid, "the worker has accepted")
     finally:

@@ -82,7 +82,7 @@ def test_a_real_engine_stops_when_its_client_leaves(
     alone: Node, sdk: openai.OpenAI, model: str, llama_url: str
 ) -> None:
     tenant = Tenant("", "", "", alone.first_secret or "")
-    content = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400, "stream": True,
+    content = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 1_900, "stream": True,
                "ignore_eos": True}  # fmt: skip
     with RawClient(alone) as raw:
         raw.send(request(tenant, content))
