@@ -117,10 +117,11 @@ class Gateway:
 
     def _build_routing(self, settings: Settings, facts: ProcessFacts) -> None:
         hops = HopTable(Place(settings.zone, settings.region))
-        config = RouterConfig(share=True, hops=hops)  # told to, and heard from, the node's other processes
+        shared = settings.workers > 1  # a node's processes tell each other what they pick
+        config = RouterConfig(share=shared, hops=hops)
         self._router = Router(config)
         self._hasher = BlockHasher(self._pepper, config.ladder)
-        self._siblings = Siblings(self._router, facts.run_dir / "siblings")
+        self._siblings = Siblings(self._router, facts.run_dir / "siblings") if shared else None
         probe = EngineProbe(engine_secret)
         self._discovery = Discovery(
             settings.endpoints_file if settings.endpoints_file is not None else (),
@@ -207,7 +208,8 @@ class Gateway:
         await self._limits.start()
         await self._spool.start()
         await self._decisions.start()
-        await self._siblings.start()
+        if self._siblings is not None:
+            await self._siblings.start()
         await self._discovery.start()
         await self._health.start()
         self._ticker = asyncio.create_task(self._tick(), name="telemetry")
@@ -220,7 +222,8 @@ class Gateway:
                 await self._ticker
         await self._health.stop()
         await self._discovery.stop()
-        await self._siblings.stop()
+        if self._siblings is not None:
+            await self._siblings.stop()
         await self._client.aclose()
         await self._limits.aclose()
         await self._spool.aclose()

@@ -31,7 +31,9 @@ from controlplane.rate_limit import (
     Ticket,
     axis_of,
     capacity_of,
+    state_of,
     wait_s,
+    waits_longer,
 )
 from controlplane.tenancy import Limit
 
@@ -41,7 +43,7 @@ SLOT_LOCAL_NS = 3_600_000_000
 # A lease with less left than a call takes as a rule is not drawn on in one; a slower call is noticed in its reply.
 SURE_NS = 300_000_000
 # Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
-IDLE_NS = 400_000_000
+IDLE_NS = 700_000_000
 # A lease in use is renewed, and what was spent of it reported, this often.
 RENEW_NS = 450_000_000
 # Slots are renewed this often (they end after 4 s).
@@ -329,7 +331,7 @@ class Leases:
                 wait += REPORT_WAIT_S if part.lease.small else LEASE_WAIT_S  # leases hold the refill back until then
             left = max(0, bucket.level + part.taken)
             found = Refused(RefusalReason.RATE_LIMIT, limit, part.cost, left, wait, view)
-            if worst is None or _longer(found, worst):
+            if worst is None or waits_longer(found, worst):
                 worst = found
         assert worst is not None, "the store refuses only when a need is not met"
         return worst
@@ -589,23 +591,8 @@ def _remaining(lease: Lease) -> int:
 
 
 def _view(requests: Lease | None, tokens: Lease | None) -> LimitView:
-    if requests is None:
-        if tokens is None:
-            return NO_LIMITS
-        return LimitView(None, None, None, *_row(tokens))
-    if tokens is None:
-        return LimitView(*_row(requests))
-    return LimitView(*_row(requests), *_row(tokens))
-
-
-def _row(lease: Lease) -> tuple[int, int, float | None]:
-    limit = lease.limit
-    remaining = min(lease.base + lease.left, limit.burst)
-    missing = limit.burst - remaining
-    return limit.amount, remaining, missing * limit.period_s / limit.amount if limit.amount else None
-
-
-def _longer(found: Refused, than: Refused) -> bool:
-    if than.retry_after_s is None:
-        return False
-    return found.retry_after_s is None or found.retry_after_s > than.retry_after_s
+    if requests is None and tokens is None:
+        return NO_LIMITS
+    left = (None, None, None) if requests is None else state_of(requests.limit, _remaining(requests))
+    right = (None, None, None) if tokens is None else state_of(tokens.limit, _remaining(tokens))
+    return LimitView(*left, *right)

@@ -180,6 +180,20 @@ def wait_s(limit: Limit, level: int, fraction: int, target: int) -> float | None
     return -(-missing // limit.amount) / 1e6
 
 
+def state_of(limit: Limit, level: int) -> tuple[int, int, float | None]:
+    """(limit, remaining, seconds until it is full again; None: never) of a limit with `level` left, for `LimitView`."""
+    remaining = min(level, limit.burst)
+    missing = limit.burst - remaining
+    return limit.amount, remaining, missing * limit.period_s / limit.amount if limit.amount else None
+
+
+def waits_longer(found: Refused, than: Refused) -> bool:
+    """Whether `found` keeps the caller away longer than `than`; None is for ever."""
+    if than.retry_after_s is None:
+        return False
+    return found.retry_after_s is None or found.retry_after_s > than.retry_after_s
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One bucket's part of a call to the store.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 
 import uuid_utils
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from controlplane.adapters.openai_wire import error_body
 
@@ -95,6 +95,28 @@ class GatewayProtocol(HttpToolsProtocol):
     def expects_continue(self) -> bool:
         """The client waits for leave to send its body (`expect: 100-continue`)."""
         return self.cycle is not None and self.cycle.waiting_for_100_continue
+
+    def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """A whole answer in one write. `headers` are ours and hold the content-length.
+
+        uvicorn's own way is two messages with a check of each header, a tenth of what a short request costs.
+        """
+        cycle = self.cycle
+        if cycle.disconnected or cycle.response_started:
+            return
+        lines = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            lines += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines += (b"\r\n", body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.message_event.set()
+        self.transport.write(b"".join(lines))
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     def end_by_close(self) -> None:
         """The answer of unknown length goes to a caller of HTTP/1.0, which knows no chunks: its end is the close."""

@@ -51,13 +51,15 @@ class AsgiSink:
     """
 
     __slots__ = (
-        "_conn", "_old_http", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended", "started",
+        "_conn", "_head", "_old_http", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended",
+        "started",
     )  # fmt: skip
 
     def __init__(self, scope: Scope_, send: Send, stall_s: float, until_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
         self._until_s = until_s
+        self._head: tuple[int, Sequence[Header]] | None = None
         self._old_http = scope["http_version"] == "1.0"
         self.gone = self.started = self.finished = self.open_ended = False
         self._task = asyncio.current_task()
@@ -84,6 +86,9 @@ class AsgiSink:
         self.open_ended = all(name != b"content-length" for name, _ in headers)
         if self._old_http and self.open_ended and self._conn is not None:
             self._conn.end_by_close()
+        if not self.open_ended and self._conn is not None:
+            self._head = status, headers  # goes out with the body, in one write
+            return
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
@@ -99,6 +104,10 @@ class AsgiSink:
         if conn is not None and conn.flow.write_paused:
             await self._wait_for_room(conn)
         self.finished = True
+        if self._head is not None and conn is not None:
+            (status, headers), self._head = self._head, None
+            conn.reply(status, headers, data)
+            return
         if self._old_http and self.open_ended and conn is not None and not self.gone:
             conn.last_piece(len(data))
         await self._send({"type": "http.response.body", "body": data})

@@ -178,8 +178,10 @@ class FakeFleet:
                 return target
         return NoTarget(NoTargetReason.NO_ENGINE, 2.0)
 
-    async def send(self, target: Target, call: Call, served: str, limits: Deadlines) -> FakeAnswer:
-        """By the next plan."""
+    async def send(
+        self, target: Target, call: Call, served: str, limits: Deadlines, on_send: Callable[[], None]
+    ) -> FakeAnswer:
+        """By the next plan. A plan that hangs or fails at once was never written to."""
         self.sent_limits.append(limits)
         plan = self._plans.pop(0)
         step = plan.head
@@ -193,6 +195,7 @@ class FakeFleet:
         if isinstance(step, Exception):
             raise step
         assert isinstance(step, int)
+        on_send()
         answer = FakeAnswer(plan, step, self._clock)
         self.answers.append(answer)
         return answer

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 
-from tests.integration.gateway.stack import Node, Tenant, http_client
+from tests.integration.gateway.stack import Node, Tenant, eventually, http_client
 
 CHAT = "/v1/chat/completions"
 
@@ -134,6 +135,31 @@ class RawClient:
         """Close with a reset."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.sock.close()
+
+
+def holder(node: Node, client_port: int) -> int | None:
+    """Process id of the worker that holds the connection from this port."""
+    for worker in node.workers():
+        if any(one.raddr and one.raddr.port == client_port for one in worker.net_connections("tcp")):
+            return worker.pid
+    return None
+
+
+@contextlib.contextmanager
+def connected_to(node: Node, worker: psutil.Process) -> Iterator[RawClient]:
+    """A connection that this worker holds: the others are stopped while it is accepted."""
+    others = [one for one in node.workers() if one.pid != worker.pid]
+    for one in others:
+        one.suspend()
+    try:
+        eventually(lambda: {one.status() for one in others} == {psutil.STATUS_STOPPED}, "the others have stopped")
+        raw = RawClient(node)
+        eventually(lambda: holder(node, raw.sock.getsockname()[1]) == worker.pid, "the worker has accepted")
+    finally:
+        for one in others:
+            one.resume()
+    with raw:
+        yield raw
 
 
 def head(tenant: Tenant | None, length: int | None, *extra: str, path: str = CHAT, method: str = "POST") -> bytes:

@@ -5,7 +5,6 @@ Its tests stand on each other: the last one stops the node.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from billing.usage_event import Outcome
-from tests.integration.gateway.client import Caller, RawClient, assert_error, body, chunks, request, request_id
+from tests.integration.gateway.client import (
+    Caller,
+    RawClient,
+    assert_error,
+    body,
+    chunks,
+    connected_to,
+    head,
+    holder,
+    request,
+    request_id,
+)
 from tests.integration.gateway.conftest import ENV, reconcile
 from tests.integration.gateway.stack import (
     Engines,
@@ -73,17 +83,18 @@ def plain(life: Node, crowd: Crowd) -> Caller:
     return Caller(life, crowd.plain)
 
 
-def everywhere(life: Node, path: str, holds: Any, what: str, within_s: float = 10.0) -> None:
-    """`holds` of the answer to a GET, ten times in a row over new connections: every worker agrees."""
+def everywhere(life: Node, holds: Callable[[int, dict[str, Any]], bool], what: str) -> None:
+    """`holds` of the status and the words of `/readyz` at every worker."""
+    for worker in life.workers():
+        with connected_to(life, worker) as raw:
 
-    def agreed() -> bool:
-        for _ in range(10):
-            with http_client(life.url) as client:
-                if not holds(client.get(path)):
-                    return False
-        return True
+            def agrees(raw: RawClient = raw) -> bool:
+                answer = raw.send(head(None, None, path="/readyz", method="GET")).read_until(b'"endpoints_file"')
+                while not answer.endswith(b"}"):
+                    answer += raw.sock.recv(65_536)
+                return holds(int(answer[9:12]), json.loads(answer.partition(b"\r\n\r\n")[2]))
 
-    eventually(agreed, what, within_s)
+            eventually(agrees, what, 10.0)
 
 
 def test_an_engine_is_added_drained_and_given_another_key_while_it_runs(
@@ -93,13 +104,13 @@ def test_an_engine_is_added_drained_and_given_another_key_while_it_runs(
     rows = [endpoint(by["e1"], "e1", ["m"]), endpoint(by["e2"], "e2", ["m"]), endpoint(by["solo"], "solo", ["added"])]
     assert_error(plain.post(body(model="added")), 404, "model_not_found")
     life.write_endpoints(rows)
-    everywhere(life, "/readyz", lambda answer: len(answer.json()["engines"]) == 3, "three engines everywhere")
+    everywhere(life, lambda _, said: len(said["engines"]) == 3, "three engines everywhere")
     assert plain.post(body(model="added")).status_code == 200
 
     rows[0]["drain"] = True
     rows[2]["api_key_env"] = "TEST_ENGINE_KEY"
     life.write_endpoints(rows)
-    everywhere(life, "/readyz", lambda answer: answer.json()["engines"][0]["drain"], "e1 draining everywhere")
+    everywhere(life, lambda _, said: said["engines"][0]["drain"], "e1 draining everywhere")
     answers = [plain.post(body(messages=[{"role": "user", "content": f"{n}"}])) for n in range(12)]
     assert {engines.of_request(answer.headers["x-request-id"])[0][0] for answer in answers} == {"e2"}
     keyed = plain.post(body(model="added"))
@@ -108,17 +119,17 @@ def test_an_engine_is_added_drained_and_given_another_key_while_it_runs(
 
     rows[0]["drain"] = False
     life.write_endpoints(rows)
-    everywhere(life, "/readyz", lambda answer: not answer.json()["engines"][0]["drain"], "e1 back everywhere")
+    everywhere(life, lambda _, said: not said["engines"][0]["drain"], "e1 back everywhere")
 
 
 @pytest.mark.parametrize("content", ["{not json", '[{"id": "e1"}]', '[{"id":"x","url":"http://h","colour":1}]', "[]x"])
 def test_a_bad_endpoints_file_changes_nothing_and_is_shown(content: str, life: Node, plain: Caller) -> None:
     good = life.endpoints_file.read_text()
     life.endpoints_file.write_text(content)
-    everywhere(life, "/readyz", lambda answer: answer.json()["endpoints_file"] is not None, "the fault is shown")
+    everywhere(life, lambda _, said: said["endpoints_file"] is not None, "the fault is shown")
     assert plain.post(body()).status_code == 200
     life.endpoints_file.write_text(good)
-    everywhere(life, "/readyz", lambda answer: answer.json()["endpoints_file"] is None, "the fault is gone")
+    everywhere(life, lambda _, said: said["endpoints_file"] is None, "the fault is gone")
 
 
 def samples(life: Node) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -154,31 +165,6 @@ def test_metrics_are_the_sum_over_the_workers(life: Node, plain: Caller) -> None
     assert plain.tenant.org_id not in text, "no tenant is a label"
 
 
-@contextlib.contextmanager
-def connected_to(life: Node, worker: psutil.Process) -> Iterator[RawClient]:
-    """A connection that this worker holds: the others are stopped while it is accepted."""
-    others = [one for one in life.workers() if one.pid != worker.pid]
-    for one in others:
-        one.suspend()
-    try:
-        eventually(lambda: {one.status() for one in others} == {psutil.STATUS_STOPPED}, "the others have stopped")
-        raw = RawClient(life)
-        eventually(lambda: holder(life, raw.sock.getsockname()[1]) == worker.pid, "the worker has accepted")
-    finally:
-        for one in others:
-            one.resume()
-    with raw:
-        yield raw
-
-
-def holder(life: Node, client_port: int) -> int | None:
-    """Process id of the worker that holds the connection from this port."""
-    for worker in life.workers():
-        if any(one.raddr and one.raddr.port == client_port for one in worker.net_connections("tcp")):
-            return worker.pid
-    return None
-
-
 def test_the_loss_of_redis_stops_no_stream_and_only_who_has_limits_is_refused(
     life: Node, plain: Caller, crowd: Crowd
 ) -> None:
@@ -196,8 +182,8 @@ def test_the_loss_of_redis_stops_no_stream_and_only_who_has_limits_is_refused(
             assert_error(refused, 503, "limits_unavailable")
             assert int(refused.headers["retry-after-ms"]) > 0
             assert plain.post(body()).status_code == 200, "no limits, no store"
-            everywhere(life, "/readyz", lambda answer: not answer.json()["limits"]["answering"], "it is shown")
-            everywhere(life, "/readyz", lambda answer: answer.status_code == 200, "and stops nobody")
+            everywhere(life, lambda _, said: not said["limits"]["answering"], "it is shown")
+            everywhere(life, lambda status, _: status == 200, "and stops nobody")
         finally:
             redis.kill()
         rest = raw.read_all()
@@ -275,15 +261,19 @@ def test_a_second_node_on_the_port_or_the_folder_is_told_so_in_one_sentence(life
     assert life.ready() is not None
 
 
-def test_usage_errors_exit_with_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "controlplane", "serve", "--data-dir", str(tmp_path)]
-    none = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (none.returncode, none.stderr) == (2, "No engine: give --engine URL or --endpoints FILE.\n")
-    both = serve_again("--endpoints", "x.json", "--data-dir", str(tmp_path))
-    assert both.returncode == 2
-    bad = serve_again("--port", "99999", "--data-dir", str(tmp_path))
-    assert bad.returncode == 1
-    assert bad.stderr.startswith("port is '99999'") or bad.stderr.startswith("port is 99999")
+def test_usage_errors_exit_with_2_and_settings_that_cannot_be_with_1(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "controlplane", "serve", "--data-dir", str(tmp_path)]
+    engine = ["--engine", "http://127.0.0.1:1"]
+    asked = [[], [*engine, "--endpoints", "x.json"], [*engine, "--port", "99999"]]
+    running = [
+        subprocess.Popen([*serve, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for more in asked
+    ]
+    none, both, bad = [(*process.communicate(timeout=60), process.returncode) for process in running]
+    assert none == ("", "No engine: give --engine URL or --endpoints FILE.\n", 2)
+    assert both == ("", "Give --engine or --endpoints, not both.\n", 2)
+    assert bad[2] == 1
+    assert bad[1].startswith("port is ")
+    assert bad[1].count("\n") == 1
 
 
 def test_sigterm_drains(life: Node, plain: Caller, crowd: Crowd, engines: Engines) -> None:
