@@ -458,9 +458,10 @@ class Leases:
         if not lease.registered:
             return True
         if lease.debt or lease.credits:
-            # The difference between reserved and used is no hurry: it only makes the store a little too careful, and
-            # a report per settlement would cost a busy store more than the requests do.
-            return lease.small or now_ns - lease.synced_ns >= RENEW_NS
+            # A small difference between reserved and used is no hurry: reported one by one they would cost a busy
+            # store more than the requests do.
+            large = lease.debt * LEND_DIVISOR > capacity_of(lease.limit)
+            return lease.small or large or now_ns - lease.synced_ns >= RENEW_NS
         if lease.axis == SLOTS:
             spare = lease.left > 0 and (lease.small or now_ns - lease.last_use_ns >= IDLE_NS)
             return spare or (lease.held() > 0 and now_ns - lease.synced_ns >= SLOT_RENEW_NS) or self._low(lease)
