@@ -22,16 +22,28 @@ from tests.fakes.serve_ports import DEADLINES, After, Hang, Plan, Step, World, a
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":null}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error":{"message":"dead","code":500}}\n\n'
-TOTAL = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":9}}\n\n'
 WHOLE = b'{"choices":[{"message":{"content":"abc"}}],"usage":{"prompt_tokens":7,"completion_tokens":3}}'
 
 
-def word(n: int, finish: str = "null") -> bytes:
-    """One chunk with usage."""
+def word(n: int) -> bytes:
+    """The n-th chunk, of one token, with usage."""
     return (
-        b'data: {"choices":[{"index":0,"delta":{"content":"w"},"finish_reason":%s}],"usage":{"prompt_tokens":7,'
-        b'"completion_tokens":%d}}\n\n' % (finish.encode(), n)
+        b'data: {"choices":[{"index":0,"delta":{"content":"w"},"finish_reason":null}],"usage":{"prompt_tokens":7,'
+        b'"completion_tokens":%d}}\n\n' % n
     )
+
+
+def last(n: int) -> bytes:
+    """The chunk with the finish reason, after n words."""
+    return (
+        b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":7,'
+        b'"completion_tokens":%d}}\n\n' % n
+    )
+
+
+def total(n: int) -> bytes:
+    """The usage chunk, after n words."""
+    return b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":%d}}\n\n' % n
 
 
 @dataclass(frozen=True)
@@ -51,9 +63,11 @@ class Case:
 FAULTS: st.SearchStrategy[Step] = st.sampled_from(
     [EngineLost("e", "cut"), EngineTimeout("e", "idle", 1.0), Hang(), b"", After(30.0, EngineLost("e", "late"))]
 )
-GOOD_ENDS: st.SearchStrategy[list[Step]] = st.sampled_from(
-    [[word(9, '"stop"'), TOTAL, DONE, b""], [word(9, '"stop"'), b""], [DONE, b""], [ERROR, DONE, b""], [ERROR, b""]]
-)
+
+
+def good_ends(n: int) -> list[list[Step]]:
+    """The ways in which an engine may end a stream of n words by itself."""
+    return [[last(n), total(n), DONE, b""], [last(n), b""], [DONE, b""], [ERROR, DONE, b""], [ERROR, b""]]
 
 
 HEADS: st.SearchStrategy[int | EngineError | Hang] = st.sampled_from(
@@ -68,13 +82,14 @@ def plans(draw: st.DrawFn) -> Plan:
     if head != 200:
         return Plan(head, draw(st.sampled_from([(b"{}", b""), (EngineLost("e", "cut"),), (b"{", Hang())])))
     steps: list[Step] = [ROLE] * draw(st.integers(0, 1))
-    steps += [word(n) for n in range(1, draw(st.integers(0, 5)) + 1)]
+    words = draw(st.integers(0, 5))
+    steps += [word(n) for n in range(1, words + 1)]
     if draw(st.booleans()):
         steps = [b"".join(step for step in steps if isinstance(step, bytes))] if steps else []  # one read
     gap_s = draw(st.sampled_from([0.0, 0.0, 4.0]))
     if gap_s:
         steps = [After(gap_s, step) for step in steps]
-    steps += draw(GOOD_ENDS) if draw(st.booleans()) else [draw(FAULTS)]
+    steps += draw(st.sampled_from(good_ends(words))) if draw(st.booleans()) else [draw(FAULTS)]
     return Plan(200, tuple(step for step in steps if step != b"" or step is steps[-1]))
 
 
