@@ -57,6 +57,8 @@ Send = Callable[[Any], Awaitable[None]]
 _log = logging.getLogger(__name__)
 # How late a gateway may learn of a new price book.
 _PRICE_REFRESH_S = 1.0
+# How long a new engine may take to tell its models before an unknown model is called unknown: it may load weights.
+_LEARNING_S = 60.0
 # While Redis is gone, `serve` applies the policy of the caller's tenant class.
 _LIMITS = LimitsOptions(policy="as the tenant's class declares; without one: refuse")
 # How often buffered access lines are written and gauges refreshed.
@@ -94,6 +96,8 @@ class Gateway:
         self._settings = settings
         self._facts = facts
         self._draining = False
+        self._untold_s: dict[str, float] = {}
+        """Since when each engine is listed that has not told its models yet."""
         self._ticker: asyncio.Task[None] | None = None
         self._pepper = load_pepper(settings)
         self._clock = SystemClock()
@@ -142,13 +146,14 @@ class Gateway:
             decisions=self._decisions,
             monotonic_s=self._clock.monotonic_s,
             dice=random.random,
+            learning=self._is_learning,
             engine_key=engine_secret,
         )
         return EngineFleet(deps, settings.default_max_output_tokens)
 
     def _build_doors(self, settings: Settings, facts: ProcessFacts, fleet: EngineFleet) -> None:
         self._telemetry = Telemetry(
-            facts.run_dir / "metrics", settings.access_log, lambda name: fleet.model(name) is not None
+            facts.run_dir / "metrics", settings.access_log, lambda name: isinstance(fleet.model(name), ModelFacts)
         )
         edge = OpenAiEdge()
         ports = Ports(fleet, self._limits, self._spool, edge, self._clock, self._prices.version_at)
@@ -251,6 +256,12 @@ class Gateway:
 
     def _set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
         self._router.set_endpoints([modelled_speed(each) for each in endpoints], time.monotonic())
+        untold = {each.endpoint_id for each in endpoints if not each.models}
+        now_s = time.monotonic()
+        self._untold_s = {name: self._untold_s.get(name, now_s) for name in untold}
+
+    def _is_learning(self) -> bool:
+        return any(time.monotonic() - since_s < _LEARNING_S for since_s in self._untold_s.values())
 
     async def _tick(self) -> None:
         while True:

@@ -113,7 +113,10 @@ class Answer(Protocol):
 class Fleet(Protocol):
     """The engines: pick one, send to it, tell the router how it went."""
 
-    def model(self, name: str) -> ModelFacts | None: ...
+    def model(self, name: str) -> ModelFacts | NoTarget:
+        """What is known of a model name; else whether it may yet turn out to exist (NO_ENGINE) or not."""
+        ...
+
     def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget: ...
     async def send(
         self, target: Target, call: Call, served: str, limits: Deadlines, on_send: Callable[[], None]

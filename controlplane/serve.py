@@ -37,7 +37,6 @@ from controlplane.faults import (
     engine_answer_fault,
     engine_fault,
     failed_early,
-    no_such_model,
     unroutable,
 )
 from controlplane.ports import (
@@ -173,8 +172,8 @@ class Path:
     async def _admit(self, call: Call, sink: Sink, trace: Trace) -> _Run | None:
         p, request = self._p, call.request
         facts = p.fleet.model(request.model_asked)
-        if facts is None:
-            await self._refuse(call, sink, trace, no_such_model(request.model_asked))
+        if isinstance(facts, NoTarget):
+            await self._refuse(call, sink, trace, unroutable(request.model_asked, facts))
             return None
         per_choice = request.max_output_tokens or facts.default_max_output_tokens
         cost = Cost(input_tokens=request.estimated_input_tokens, output_tokens=per_choice * request.choices)

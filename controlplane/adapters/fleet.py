@@ -56,6 +56,8 @@ class FleetDeps:
     decisions: DecisionLog
     monotonic_s: Callable[[], float]
     dice: Callable[[], float]
+    learning: Callable[[], bool]
+    """Whether an engine that was just listed has yet to tell its models."""
     engine_key: Callable[[str], str | None]
     """The secret in the environment variable that an endpoint names."""
 
@@ -80,12 +82,17 @@ class EngineFleet:
         self._default_max_output_tokens = default_max_output_tokens
         self._wires: dict[str, _Wire] = {}
 
-    def model(self, name: str) -> ModelFacts | None:
-        """What is known of a model name; None when no alias and no engine has it."""
+    def model(self, name: str) -> ModelFacts | NoTarget:
+        """What is known of a model name.
+
+        No engine has it: that is final, unless the operator named it or an engine has yet to tell what it serves.
+        """
         alias = self._d.names.alias(name)
-        if alias is not None:
-            return alias if alias.served in self._d.router.models else None
-        return ModelFacts(name, self._default_max_output_tokens) if name in self._d.router.models else None
+        if (alias.served if alias is not None else name) in self._d.router.models:
+            return alias or ModelFacts(name, self._default_max_output_tokens)
+        if alias is not None or self._d.learning():
+            return NoTarget(NoTargetReason.NO_ENGINE, None)
+        return NoTarget(NoTargetReason.NO_SUCH_MODEL, None)
 
     def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget:
         """The engine for the next attempt; its load counts from here on."""

@@ -185,11 +185,16 @@ def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, st
         "INFERPLANE_NODE": settings.node or socket.gethostname(),
         "INFERPLANE_RUN_DIR": str(run_dir.resolve()),
         "INFERPLANE_WORKERS": str(settings.workers),
+        "INFERPLANE_ACCESS_LOG": _absolute(settings.access_log),
         "PROMETHEUS_MULTIPROC_DIR": str((run_dir / "metrics").resolve()),
     }
     if settings.endpoints_file is not None:
         env["INFERPLANE_ENDPOINTS_FILE"] = str(settings.endpoints_file.resolve())
     return env
+
+
+def _absolute(access_log: str) -> str:
+    return access_log if access_log in ("", "-") else str(Path(access_log).resolve())
 
 
 def gateway_children(settings: Settings, sock: socket.socket, env: dict[str, str], log: Path | None) -> list[Child]:

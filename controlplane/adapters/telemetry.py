@@ -7,7 +7,10 @@ Labels are closed sets plus the operator's own names (model, endpoint): a tenant
 
 from __future__ import annotations
 
+import queue
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,10 @@ _DURATION_EDGES_S = (
 )  # fmt: skip
 # Access lines are written together: at this size, and by `flush` every quarter of a second.
 _LOG_BUFFER_BYTES = 64 * 1024
+# Pieces of the log that wait for a slow reader: 64 of 64 KiB are 4 MiB.
+_LOG_QUEUE_COUNT = 64
+# How long the end waits for them.
+_LOG_CLOSE_S = 1.0
 # A model name that no engine serves is the client's text: it is counted under this label.
 _UNKNOWN_MODEL = "(unknown)"
 
@@ -45,6 +52,7 @@ class Metrics:
         self.attempts = counter("attempts", "Attempts dispatched to an engine.", "endpoint", "outcome")
         self.retries = counter("retries", "Requests that needed a second engine.", "model")
         self.estimated = counter("estimated_requests", "Requests whose usage is an estimate.", "model")
+        self.lost_log_bytes = counter("access_log_lost_bytes", "Access lines that a slow reader made us drop.")
         self.denials = counter("denials", "Requests without a usable key.", "reason")
         labels = ("operation", "model")
         self.ttft = Histogram(
@@ -202,16 +210,15 @@ class Telemetry:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered access lines. A log that cannot be written is dropped, never a reason to refuse."""
+        """Hand the buffered access lines to the writing thread. What it cannot take any more is dropped and counted."""
         if self._log is None or not self._lines:
             return
         data = b"".join(self._lines)
         self._lines, self._lines_bytes = [], 0
         try:
-            self._log.write(data)
-            self._log.flush()
-        except OSError as error:
-            sys.stderr.write(f"access log: {error.strerror}; {len(data)} bytes dropped\n")
+            self._log.put_nowait(data)
+        except queue.Full:
+            self.metrics.lost_log_bytes.inc(len(data))
 
     def tick(self, answering: Mapping[str, bool], gauges: Mapping[str, float | None]) -> None:
         """Write what has gathered: counts, the states of stores, gauges (None is left out), access lines."""
@@ -227,8 +234,12 @@ class Telemetry:
         self.flush()
 
     def close(self) -> None:
-        """Write the last counts and lines."""
+        """Write the last counts and lines; waits for a log that is slow, but not for long."""
         self.tick({}, {})
+        if self._log is not None:
+            until_s = time.monotonic() + _LOG_CLOSE_S
+            while not self._log.empty() and time.monotonic() < until_s:
+                time.sleep(0.005)
 
     def render(self) -> bytes:
         """The node's metrics in Prometheus text format: the sum over its processes. Blocking: run it in a thread.
@@ -244,9 +255,21 @@ class Telemetry:
         return generate_latest(registry)
 
 
-def _open_log(target: str) -> IO[bytes] | None:
+def _open_log(target: str) -> queue.Queue[bytes] | None:
+    """Where access lines go: a thread of its own writes them, so that a full pipe never holds up a request."""
     if not target:
         return None
-    if target == "-":
-        return sys.stdout.buffer
-    return Path(target).open("ab")
+    file: IO[bytes] = sys.stdout.buffer if target == "-" else Path(target).open("ab")  # noqa: SIM115 - as long as we live
+    lines: queue.Queue[bytes] = queue.Queue(_LOG_QUEUE_COUNT)
+
+    def write() -> None:
+        while True:
+            data = lines.get()
+            try:
+                file.write(data)
+                file.flush()
+            except OSError as error:
+                sys.stderr.write(f"access log: {error.strerror}; {len(data)} bytes dropped\n")
+
+    threading.Thread(target=write, name="access-log", daemon=True).start()
+    return lines

@@ -165,9 +165,11 @@ class FakeFleet:
         self.first_tokens: list[Target] = []
         self.sent_limits: list[Deadlines] = []
 
-    def model(self, name: str) -> ModelFacts | None:
-        """Everything but `unknown` exists."""
-        return None if name == "unknown" else ModelFacts(name, 100)
+    def model(self, name: str) -> ModelFacts | NoTarget:
+        """Everything but `unknown` exists; `untold` may."""
+        if name in ("unknown", "untold"):
+            return NoTarget(NoTargetReason.NO_ENGINE if name == "untold" else NoTargetReason.NO_SUCH_MODEL, None)
+        return ModelFacts(name, 100)
 
     def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget:
         """The first that is not excluded."""

@@ -155,6 +155,13 @@ class TestBeforeDispatch:
         world.check()
         assert (world.sink.status, error_of(world.sink)["code"]) == (404, "model_not_found")
 
+    async def test_a_model_that_an_engine_may_yet_tell_is_worth_waiting_for(self) -> None:
+        world = World()
+        await world.serve(a_call(model="untold"))
+        world.check()
+        assert (world.sink.status, error_of(world.sink)["code"]) == (503, "no_engine_available")
+        assert dict(world.sink.headers)[b"retry-after"] == b"1"
+
     async def test_no_engine(self) -> None:
         world = await run(endpoints=0)
         assert (world.sink.status, error_of(world.sink)["code"]) == (503, "no_engine_available")
