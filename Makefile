@@ -14,7 +14,7 @@ PY := $(BIN)/python
 UV := $(BIN)/uv
 # Two workers: the tests start real servers, and a small CI machine has two cores.
 PYTEST_WORKERS ?= 2
-# Arguments of `make demo` and `make bench`, for example: make demo ARGS="--requests 50".
+# Arguments of `make demo` and `make bench`, for example: make demo ARGS="--exit --duration-s 10".
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -40,7 +40,8 @@ $(VENV)/.uv:
 	$(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Name another with: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete; install it with: \
 	apt-get install python3-venv" >&2; exit 1; }
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) ..." >&2
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # a broken-off one has no pip
 	@test -x $(UV) || $(PY) -m pip install --quiet --disable-pip-version-check uv
 	@touch $@
 

@@ -131,6 +131,9 @@ def _faults() -> Iterator[None]:
     except (GatewayError, StoreError) as fault:
         typer.echo(str(fault), err=True)
         sys.exit(1)
+    except OSError as fault:
+        typer.echo(f"data_dir: {fault.filename or 'its folder'} cannot be used: {fault.strerror}.", err=True)
+        sys.exit(1)
 
 
 def _table(records: list[dict[str, Any]]) -> None:

@@ -28,6 +28,8 @@ from controlplane.adapters.tenancy_records import KeyWish
 from controlplane.config import Settings
 from controlplane.errors import ConfigError
 from controlplane.tenancy import Scope
+from router.adapters.discovery import endpoint_of_url, read_endpoints
+from router.errors import EndpointsError
 
 # Held by the node that uses a data folder.
 _LOCK_FILE = "serve.lock"
@@ -170,10 +172,23 @@ def url_of(host: str, port: int) -> str:
 
 
 def write_endpoints(settings: Settings, urls: Sequence[str]) -> Path:
-    """`--engine URL` as an endpoints file in the data folder."""
+    """`--engine URL` as an endpoints file in the data folder. Raises ConfigError for what is no URL of an engine."""
+    for url in urls:
+        try:
+            endpoint_of_url(url)
+        except EndpointsError:
+            raise ConfigError(f"--engine {url!r} is not an http:// or https:// URL of an engine.") from None
     path = settings.data_dir / "engines.json"
     path.write_text(json.dumps([{"id": f"engine-{n}", "url": url} for n, url in enumerate(urls, 1)], indent=1))
     return path
+
+
+def check_endpoints(path: Path) -> None:
+    """Read the endpoints file once before anything is started or made. Raises ConfigError."""
+    try:
+        read_endpoints(path)
+    except EndpointsError as error:
+        raise ConfigError(str(error)) from error
 
 
 def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, str]:

@@ -78,6 +78,8 @@ def _run_node(settings: Settings, engines: list[str], as_json: bool) -> int:
         run_dir = node.prepare_folders(settings)
         if engines:
             settings = settings.model_copy(update={"endpoints_file": node.write_endpoints(settings, engines)})
+        assert settings.endpoints_file is not None
+        node.check_endpoints(settings.endpoints_file)
         redis_server = node.embedded_redis(settings)
         redis_url = redis_server.url if redis_server is not None else settings.redis_url.get_secret_value()
         node.prepare_database(settings)
@@ -108,6 +110,8 @@ def _announce(facts: dict[str, Any], as_json: bool) -> None:
     typer.echo(f"Gateway:  {facts['url']}/v1", err=True)
     if facts["key"]:
         typer.echo(f"API key:  {facts['key']}   (shown this once; org and project 'default', all scopes)", err=True)
+    else:
+        typer.echo("API key:  made earlier; another: inferplane keys create --project ORG/PROJECT", err=True)
     typer.echo(f"Health:   {facts['url']}/readyz   metrics: {facts['url']}/metrics   Ctrl-C stops.", err=True)
 
 
