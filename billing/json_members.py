@@ -8,10 +8,12 @@ key order changes the prompt. The standard library's C scanner does the work and
 from __future__ import annotations
 
 import json
+import re
 from json.decoder import scanstring  # type: ignore[attr-defined] # typeshed leaves it out; there since Python 2.6
 from typing import Any, Final
 
 _SPACE: Final = " \t\n\r"
+_BLANKS: Final = re.compile(r"[ \t\n\r]*")
 
 
 def reject_constant(constant: str) -> Any:
@@ -74,6 +76,5 @@ def json_members(text: str, at: int = 0) -> tuple[list[Member], int]:
 
 
 def _skip(text: str, i: int) -> int:
-    while text[i : i + 1] and text[i] in _SPACE:
-        i += 1
-    return i
+    found = _BLANKS.match(text, i)
+    return i if found is None else found.end()

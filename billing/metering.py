@@ -32,8 +32,10 @@ CHECKPOINT_TOKENS: Final = 64
 CHECKPOINT_S: Final = 1.0
 # The longest event that is waited for; the longest seen in practice (logprobs, base64 audio) are under 1 MB.
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-# Counts beyond 2^53 are no counts: JSON numbers are only exact up to there.
-_MAX_TOKENS: Final = 2**53
+# No context and no answer has a billion tokens: what an engine says beyond is no count, and would break the books.
+_MAX_TOKENS: Final = 1_000_000_000
+# Names of service tiers are a word.
+_MAX_TIER_CHARS: Final = 64
 # Bytes of text per token when an engine gives no usage at all (the same figure as the input estimate, reference 3.2).
 _BYTES_PER_TOKEN: Final = 4
 
@@ -143,7 +145,9 @@ def _count(counts: Mapping[str, Any], name: str) -> int | None:
 
 def _tier(answer: Mapping[str, Any]) -> str | None:
     tier = answer.get("service_tier")
-    return tier if type(tier) is str else None
+    if type(tier) is not str or len(tier) > _MAX_TIER_CHARS or not (tier.isascii() and tier.isprintable()):
+        return None  # an engine's text goes into the books only as the short name that it should be
+    return tier
 
 
 def _usage(

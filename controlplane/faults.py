@@ -16,6 +16,10 @@ from controlplane.errors import EngineError, EngineTimeout, EngineUnreachable
 from controlplane.ports import Fault, Header, NoTarget, NoTargetReason
 from router.endpoints import Ending
 
+# SDKs give up on waits above two minutes (reference gateway 2.1); an hour is as good as for ever.
+_MAX_WAIT_S = 3_600.0
+_MAX_WAIT_DIGITS = 9
+
 # HTTP: what an engine may answer with when it serves, when it refuses, and when it fails (RFC 9110 15).
 SUCCESSES = range(200, 300)
 _CLIENT_ERRORS = range(400, 500)
@@ -114,7 +118,7 @@ def retry_after_s(headers: Sequence[Header]) -> float | None:
     """Seconds of an engine's `retry-after` (delta form), None when absent or a date."""
     for name, value in headers:
         if name == b"retry-after" and value.isdigit():
-            return float(value)
+            return min(float(value[:_MAX_WAIT_DIGITS]), _MAX_WAIT_S)
     return None
 
 

@@ -57,8 +57,8 @@ from router.endpoints import Ending
 
 # Attempts per request: the first, and one elsewhere when the engine is lost before its first token (DESIGN 4.1).
 _MAX_ATTEMPTS = 2
-# A model name that nobody knows is the client's text: this much of it is worth counting refusals by.
-_MAX_MODEL_CHARS = 128
+# Under which refusals for unknown models are counted.
+_UNKNOWN_MODEL = "(unknown)"
 # An engine's error body is a few hundred bytes in every recording; more is cut.
 _MAX_ERROR_BYTES = 64 * 1024
 # How much may be held back while waiting for the first token (a role chunk is about 300 bytes).
@@ -206,7 +206,8 @@ class Path:
     async def _refuse(self, call: Call, sink: Sink, trace: Trace, fault: Fault, view: LimitView | None = None) -> None:
         trace.reason = fault.code or fault.type
         principal = call.principal
-        model = call.request.model_asked[:_MAX_MODEL_CHARS]
+        # A name that nobody knows is the client's text: rows by it would grow with whatever it makes up.
+        model = _UNKNOWN_MODEL if fault.code == "model_not_found" else call.request.model_asked
         self._p.books.refuse(principal.org_id, principal.project_id, model, trace.reason, call.received_ns)
         trace.status = await self._p.edge.fail(sink, call, fault, view)
 
@@ -582,7 +583,8 @@ class Path:
 def _used(reserved: Cost, attempt: _Attempt, usage: Usage) -> Cost:
     """What a closed attempt takes from the limits. Never dispatched to a token: only the request itself."""
     if attempt.first_token_ns is None and usage.input_tokens is None:
-        return Cost(input_tokens=0, output_tokens=0)
+        # No token, no money; but an engine may have read the prompt of a client that left: not free to repeat.
+        return Cost(input_tokens=reserved.input_tokens if attempt.reached and usage.estimated else 0, output_tokens=0)
     seen_output = usage.output_tokens
     return Cost(
         input_tokens=reserved.input_tokens if usage.input_tokens is None else usage.input_tokens,

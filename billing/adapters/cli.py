@@ -356,6 +356,8 @@ def _show_report(report: Report) -> None:
     counts = f"{report.event_count} events, {report.posting_count} postings, {report.entry_count} entries"
     if report.exact:
         typer.echo(f"Exact: {counts}, {report.rollup_count} roll-up rows agree to the picodollar.")
+    if report.quarantined_count:
+        typer.echo(f"{report.quarantined_count} records are in quarantine and on no bill: look at them.", err=True)
 
 
 def _time_s(text: str, option: str) -> int:

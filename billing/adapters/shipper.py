@@ -379,7 +379,8 @@ def stopped_by_signals(stopping: threading.Event) -> Iterator[None]:
 
     def wait() -> None:
         while not done.is_set():
-            if signal.sigtimedwait(wanted, SIGNAL_POLL_S) is not None:
+            info = signal.sigtimedwait(wanted, SIGNAL_POLL_S)
+            if info is not None and info.si_signo in wanted:  # after a SIGSTOP it may tell of a signal that never was
                 stopping.set()
 
     thread = threading.Thread(target=wait, name="shipper-signals", daemon=True)

@@ -172,9 +172,9 @@ class Connection(asyncio.Protocol):
                     await self._wait(deadline_s, "first_byte", call.first_byte_timeout_s)
         self._unsent = False
 
-    async def wait_body(self, timeout_s: float) -> None:
+    async def wait_body(self, deadline_s: float, timeout_s: float) -> None:
         """Wait until the current answer has bytes or has ended. Raises EngineTimeout."""
-        await self._wait(self.loop.time() + timeout_s, "idle", timeout_s)
+        await self._wait(deadline_s, "idle", timeout_s)
 
     async def _wait(self, deadline_s: float, name: Deadline, limit_s: float) -> None:
         """Until `_wake`, or the deadline."""
@@ -414,6 +414,7 @@ class EngineAnswer:
         Raises EngineLost when the connection ends before the answer does, EngineTimeout after `timeout_s` of silence;
         the connection is closed then.
         """
+        deadline_s: float | None = None
         while True:
             if self._inflater is not None:
                 if data := self._inflated(self._inflater):
@@ -430,7 +431,9 @@ class EngineAnswer:
             if connection.error is not None:
                 raise self._failed(connection.error)
             try:
-                await connection.wait_body(timeout_s)
+                if deadline_s is None:  # one for the whole wait: bytes that bring no body do not start it again
+                    deadline_s = connection.loop.time() + timeout_s
+                await connection.wait_body(deadline_s, timeout_s)
             except BaseException as error:
                 if isinstance(error, EngineError):
                     self._stuck = error

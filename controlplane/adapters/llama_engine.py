@@ -283,7 +283,11 @@ def _serve(arguments: argparse.Namespace) -> None:
     params.warmup = False
     server = xllamacpp.Server(params)
     print(json.dumps({"url": server.listening_address}), flush=True)
-    while signal.sigtimedwait({signal.SIGTERM, signal.SIGINT}, _ORPHAN_CHECK_S) is None:
+    wanted = {signal.SIGTERM, signal.SIGINT}
+    while True:
+        info = signal.sigtimedwait(wanted, _ORPHAN_CHECK_S)
+        if info is not None and info.si_signo in wanted:  # after a SIGSTOP it may tell of a signal that never was
+            break
         if arguments.parent and os.getppid() != arguments.parent:
             break
     # Without the interpreter's own shutdown: the server's threads would hold it up for as long as requests run.

@@ -29,6 +29,8 @@ _MAX_TOKENS: Final = 2**31 - 1
 _MAX_NAME_CHARS: Final = 256
 # As much of `user` as a usage event keeps.
 _MAX_USER_CHARS: Final = 256
+# Fields at top level: vLLM's chat request has about 80; a body of many thousands only costs time.
+_MAX_MEMBERS: Final = 1_024
 # A parsed value costs up to 70 bytes where its text takes 2: a body may not turn into more Python objects than this.
 _MAX_VALUES: Final = 4_000_000
 # Bodies up to here cannot reach that bound by their length alone.
@@ -87,7 +89,7 @@ def parse(operation: Operation, body: bytes) -> InferenceRequest:
         model_asked=model,
         wish=wish,
         choices=choices,
-        max_output_tokens=max_tokens if max_completion is None else max_completion,
+        max_output_tokens=_most(max_tokens, max_completion if operation is Operation.CHAT else None),
         estimated_input_tokens=tokens,
         body=body,
         prompt_parts=parts,
@@ -97,8 +99,15 @@ def parse(operation: Operation, body: bytes) -> InferenceRequest:
     )
 
 
-def _read(body: bytes) -> tuple[_Fields, tuple[Edit, ...]]:
-    """The members that we read, by name, and where our own stand."""
+def _most(max_tokens: int | None, max_completion: int | None) -> int | None:
+    """The most an engine may write. Engines differ in which field of a chat wins: the larger one is reserved."""
+    if max_tokens is None or max_completion is None:
+        return max_completion if max_tokens is None else max_tokens
+    return max(max_tokens, max_completion)
+
+
+def _members(body: bytes) -> Sequence[Member]:
+    """The members of the body's object at byte offsets. Raises BadRequest for what is no JSON object, or too much."""
     if not body.isascii():
         try:
             body.decode()
@@ -116,6 +125,17 @@ def _read(body: bytes) -> tuple[_Fields, tuple[Edit, ...]]:
         raise BadRequest(f"The request body is not a valid JSON object: {_first_line(error)}.") from None
     if text[close + 1 :].strip(" \t\r\n"):
         raise BadRequest(f"The request body is not a valid JSON object: text follows it at byte {close + 1}.")
+    if len(members) > _MAX_MEMBERS:
+        raise BadRequest(f"The request body has {len(members)} fields at top level; at most {_MAX_MEMBERS} are taken.")
+    return members
+
+
+def _read(body: bytes) -> tuple[_Fields, tuple[Edit, ...]]:
+    """The members that we read, by name, and where our own stand."""
+    members = _members(body)
+    kept = len(members)  # from here on only members that are removed
+    while kept and _is_removed(members[kept - 1][0]):
+        kept -= 1
     fields: _Fields = {}
     edits: list[Edit] = []
     for n, member in enumerate(members):
@@ -131,16 +151,16 @@ def _read(body: bytes) -> tuple[_Fields, tuple[Edit, ...]]:
         if kind == _REWRITTEN:
             edits.append(Edit(name, member[2], member[3]))
         elif kind == _REMOVED:
-            edits.append(_removal(members, n))
+            edits.append(_removal(members, n, n >= kept))
     end = members[-1][3] if members else 1
     edits.append(Edit(INSERT_HERE, end, end))
     return fields, tuple(edits)
 
 
-def _removal(members: Sequence[Member], n: int) -> Edit:
+def _removal(members: Sequence[Member], n: int, at_end: bool) -> Edit:
     """A removed member takes the comma after it, but those at the end of the object take the comma before them."""
     name, start, _, end, _ = members[n]
-    if all(_is_removed(later[0]) for later in members[n + 1 :]):
+    if at_end:
         return Edit(name, members[n - 1][3] if n else start, end)
     return Edit(name, start, members[n + 1][1])
 

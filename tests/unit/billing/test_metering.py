@@ -383,3 +383,13 @@ class TestWholeAnswers:
     @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'"x"', b"{"])
     def test_what_is_no_answer_is_unknown(self, body: bytes) -> None:
         assert usage_of(body) is UNKNOWN_USAGE
+
+
+@pytest.mark.parametrize("tier", ['"a\\u0000b"', '"\\ud800"', '"' + "x" * 65 + '"', "7"])
+def test_an_engines_odd_service_tier_stays_out_of_the_books(tier: str) -> None:
+    body = '{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1},"service_tier":' + tier + "}"
+    assert usage_of(body.encode()).tier_served is None
+
+
+def test_a_count_beyond_any_context_is_no_count() -> None:
+    assert usage_of(b'{"usage":{"prompt_tokens":9007199254740991,"completion_tokens":1}}').input_tokens is None

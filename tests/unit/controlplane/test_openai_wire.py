@@ -333,3 +333,17 @@ class TestErrors:
         default = EngineErrorDefault("The engine failed.", "server_error", code="engine_error")
         error = json.loads(engine_error_body(body, default))["error"]
         assert (error["message"], error["type"], error["code"]) == (message, "server_error", "engine_error")
+
+
+def test_very_many_fields_are_refused_at_once() -> None:
+    many = b",".join(b'"bootstrap_%d":1' % n for n in range(20_000))
+    with pytest.raises(BadRequest, match="fields at top level"):
+        parse(Operation.CHAT, b'{"model":"m","messages":[{"role":"user","content":"x"}],' + many + b"}")
+
+
+def test_a_completion_is_bounded_by_max_tokens_alone_and_a_chat_by_the_larger() -> None:
+    both = b'"max_tokens":2000,"max_completion_tokens":1'
+    completion = parse(Operation.COMPLETION, b'{"model":"m","prompt":"hi",' + both + b"}")
+    assert completion.max_output_tokens == 2000
+    chat = parse(Operation.CHAT, b'{"model":"m","messages":[{"role":"user","content":"x"}],' + both + b"}")
+    assert chat.max_output_tokens == 2000
