@@ -37,6 +37,8 @@ Send = Callable[[Any], Awaitable[None]]
 _RELAYED = frozenset({b"content-type"})
 # Under this path everything is OpenAI's, except what the admin API has there.
 _V1, _ADMIN_V1 = "/v1/", "/v1/organization/"
+# Bodies of the largest size that a process holds while it reads them; a slow sender must not fill its memory.
+_BODIES_AT_ONCE = 8
 # As much of a path as an error repeats.
 _MAX_SHOWN_CHARS = 200
 _log = logging.getLogger(__name__)
@@ -224,6 +226,7 @@ class OpenAiRoutes:
     def __init__(self, deps: RoutesDeps, config: RoutesConfig) -> None:
         self._d = deps
         self._c = config
+        self._reading_bytes = 0
         self._operations = {"/v1/chat/completions": Operation.CHAT, "/v1/completions": Operation.COMPLETION}
 
     def serves(self, path: str) -> bool:
@@ -322,14 +325,20 @@ class OpenAiRoutes:
                 raise _too_large(limit)
             return body
         parts, size = [body], len(body)
-        while message.get("more_body", False):
-            if size > limit:
-                raise _too_large(limit)
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+        try:
+            while message.get("more_body", False):
+                if size > limit:
+                    raise _too_large(limit)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                self._reading_bytes += len(parts[-1])
+                if self._reading_bytes > _BODIES_AT_ONCE * limit:
+                    raise _too_many_bodies()
+        finally:
+            self._reading_bytes -= size - len(body)
         if size > limit:
             raise _too_large(limit)
         return b"".join(parts)
@@ -407,6 +416,12 @@ def _read_head(headers: Sequence[Header]) -> tuple[bytes | None, int | None, boo
         elif name == _EXPLAIN:
             explain = value == b"explain"
     return secret, length, explain, problem
+
+
+def _too_many_bodies() -> BadRequest:
+    return BadRequest(
+        "The gateway is reading as many large request bodies as it can hold.", code="gateway_overloaded", status=503
+    )
 
 
 def _too_large(limit_bytes: int) -> BadRequest:

@@ -29,6 +29,8 @@ _MAX_TOKENS: Final = 2**31 - 1
 _MAX_NAME_CHARS: Final = 256
 # As much of `user` as a usage event keeps.
 _MAX_USER_CHARS: Final = 256
+# HTTP: from here on it is not the caller's fault.
+_FIRST_SERVER_STATUS: Final = 500
 # Fields at top level: vLLM's chat request has about 80; a body of many thousands only costs time.
 _MAX_MEMBERS: Final = 1_024
 # A parsed value costs up to 70 bytes where its text takes 2: a body may not turn into more Python objects than this.
@@ -412,6 +414,8 @@ def _dumps(value: Mapping[str, Any]) -> bytes:
 
 def bad_request_fault(error: BadRequest) -> Fault:
     """A request that cannot be served as written."""
+    if error.status >= _FIRST_SERVER_STATUS:
+        return Fault(error.status, error.message, "server_error", code=error.code, retry_after_s=1.0)
     return Fault(error.status, error.message, "invalid_request_error", code=error.code, param=error.param)
 
 
