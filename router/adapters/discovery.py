@@ -464,7 +464,7 @@ class Discovery:
                 self._sink(self.endpoints)
                 return
             if answer != told:
-                self._report(f"{answer} Its models are asked for again until they are known.")
+                self._report(f"{answer.rstrip(".")}. Its models are asked for again until they are known.")
                 told = answer
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, _ASK_MAX_S)
