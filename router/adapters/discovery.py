@@ -464,7 +464,8 @@ class Discovery:
                 self._sink(self.endpoints)
                 return
             if answer != told:
-                self._report(f"{answer.rstrip(".")}. Its models are asked for again until they are known.")
+                sentence = answer.rstrip(".")
+                self._report(f"{sentence}. Its models are asked for again until they are known.")
                 told = answer
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, _ASK_MAX_S)
