@@ -135,8 +135,8 @@ def mortal_postgres() -> Iterator[tuple[str, psutil.Process]]:
     with services.postgres() as server, contextlib.suppress(psycopg.OperationalError), server.database() as url:
         sql.upgrade(url)
         with psycopg.connect(url.replace("+psycopg", "")) as connection:
-            backend = connection.info.backend_pid
-        parent = psutil.Process(backend).parent()
+            # while the connection is open: its backend ends with it
+            parent = psutil.Process(connection.info.backend_pid).parent()
         assert parent is not None
         yield url, parent
 
