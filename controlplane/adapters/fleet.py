@@ -19,9 +19,11 @@ from controlplane.adapters.engine_http import EngineCall, EngineClient
 from controlplane.errors import EngineUnreachable
 from controlplane.ports import Answer, AttemptEnd, Call, Deadlines, ModelFacts, NoTarget, NoTargetReason, Target
 from controlplane.request import Operation
+from router.adapters.discovery import ssl_context
 from router.blocks import BlockHasher
 from router.decision import NoRoute, NoRouteReason, RouteDecision, RouteRequest
 from router.endpoints import Endpoint, Finish
+from router.errors import EndpointsError
 from router.route import Router
 
 # Engines that accept `continuous_usage_stats` and `cache_salt` (read from their request schemas: vLLM 0.32 OpenAPI in
@@ -195,24 +197,13 @@ class EngineFleet:
             for operation, path in _PATHS.items()
         }
         try:
-            tls = await asyncio.to_thread(tls_context, endpoint) if secure else None
-        except OSError as error:  # ssl.SSLError is one
-            message = f"The TLS settings of {endpoint.endpoint_id} cannot be used: {error.strerror or error}."
-            raise EngineUnreachable(endpoint.endpoint_id, message) from None
+            tls = await asyncio.to_thread(ssl_context, endpoint.tls) if secure else None
+        except EndpointsError as error:
+            raise EngineUnreachable(endpoint.endpoint_id, str(error)) from None
         if len(self._wires) >= _MAX_WIRES:  # ids of engines that are gone
             self._wires.clear()
         wire = self._wires[endpoint.endpoint_id] = _Wire(endpoint, host, port, tls, endpoint.tls.server_name, heads)
         return wire
-
-
-def tls_context(endpoint: Endpoint) -> ssl.SSLContext:
-    """The TLS context of an https endpoint: its own CA where it names one, verification off only where it says so."""
-    ca = endpoint.tls.ca
-    context = ssl.create_default_context(cafile=ca)
-    if not endpoint.tls.verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _decision(target: Target) -> RouteDecision:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from ssl import SSLContext, create_default_context
+from ssl import CERT_NONE, SSLContext, create_default_context
 from typing import Any, NoReturn, cast, get_args
 from urllib.parse import urlsplit
 
@@ -272,12 +272,19 @@ def _read(path: Path) -> str:
 
 def tls_context(tls: EndpointTls) -> SSLContext | bool:
     """What httpx takes as `verify`. Raises EndpointsError where the authority file cannot be used."""
-    if not tls.verify:
-        return False
+    return ssl_context(tls) if tls.verify else False
+
+
+def ssl_context(tls: EndpointTls) -> SSLContext:
+    """How an endpoint's certificate is checked. Raises EndpointsError where the authority file cannot be used."""
     try:
-        return create_default_context(cafile=tls.ca)
+        context = create_default_context(cafile=tls.ca)
     except OSError as error:
         raise EndpointsError(f"The TLS authority file {tls.ca} cannot be used: {error.strerror or error}.") from error
+    if not tls.verify:
+        context.check_hostname = False
+        context.verify_mode = CERT_NONE
+    return context
 
 
 # A model list or a health page is small and quick; an engine that needs longer for it is treated as not answering.
