@@ -96,6 +96,8 @@ def relayed(stream: bytes, choices: int, keep_usage: bool, keep_each: bool) -> b
         shown.append(new)
         if len(finished) >= choices and not was and has_choices and (cut or not keep_usage):
             last = (len(shown) - 1, event, value)
+    if last is not None and keep_usage and last[0] == len(shown) - 1:  # an end without `[DONE]` is an end as well
+        shown[-1] = last[1]
     return b"".join(shown)
 
 

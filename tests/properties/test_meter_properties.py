@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, example, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
@@ -136,8 +136,18 @@ PROPERTIES = [shows_the_right_bytes, counts_the_same_however_cut]
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+# The last word on usage is in the finishing chunk, and neither a usage chunk nor `[DONE]` follows it.
+ENDS_AT_THE_FINISH: Case = (
+    1,
+    b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}\n\n',
+    [],
+    (True, False),
+)
+
+
 @pytest.mark.parametrize("holds", PROPERTIES)
 @given(case=cases())
+@example(case=ENDS_AT_THE_FINISH)
 @settings(RELAXED, max_examples=250)
 def test_property(holds: Any, case: Case) -> None:
     assert holds(Meter, case)
