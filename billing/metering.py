@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -56,8 +55,7 @@ _LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r|\Z)")
 _DONE: Final = b"[DONE]"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Token counts of one attempt, each token in exactly one of the three input counts. Unknown is None, never 0."""
 
     uncached_input_tokens: int | None
@@ -339,7 +337,7 @@ class Meter:
             counts = _parsed(run[at + 9 : -3])
             if isinstance(counts, dict):
                 self._note(0, counts)
-            elif counts is not None or run[at + 9 : -3] != b"null":
+            elif counts is not None or run[at + 9 : -3] != b"null" or b',"usage":{' in run:
                 return False
         self._let_go(out)
         self._chunks[0] = self._chunks.get(0, 0) + count

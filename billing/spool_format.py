@@ -26,9 +26,6 @@ from typing import Any
 import orjson
 
 from billing.usage_event import (
-    CHECKPOINT_KINDS,
-    CLOSE_ROW_KINDS,
-    OPEN_KINDS,
     REFUSAL_KINDS,
     MalformedEvent,
     Refusal,
@@ -110,21 +107,17 @@ Item = Record | Damage
 
 def encode_open(opened: UsageOpen) -> bytes:
     """The frame of an OPEN. Raises MalformedEvent when it is longer than a frame may be."""
-    row = _OPEN_ROW(opened)
-    return _frame(orjson.dumps((*row, opened.extra) if opened.extra else row), Kind.OPEN, _OPEN_SEED)
+    return _frame(orjson.dumps(_row(opened)), Kind.OPEN, _OPEN_SEED)
 
 
 def encode_checkpoint(checkpoint: UsageCheckpoint) -> bytes:
     """The frame of a CHECKPOINT."""
-    row = _CHECKPOINT_ROW(checkpoint)
-    payload = orjson.dumps((*row, checkpoint.extra) if checkpoint.extra else row)
-    return _frame(payload, Kind.CHECKPOINT, _CHECKPOINT_SEED)
+    return _frame(orjson.dumps(_row(checkpoint)), Kind.CHECKPOINT, _CHECKPOINT_SEED)
 
 
 def encode_close(closed: UsageClose) -> bytes:
     """The frame of a CLOSE. Raises MalformedEvent when it is longer than a frame may be."""
-    row = _CLOSE_ROW(closed)
-    return _frame(orjson.dumps((*row, closed.extra) if closed.extra else row), Kind.CLOSE, _CLOSE_SEED)
+    return _frame(orjson.dumps(_row(closed)), Kind.CLOSE, _CLOSE_SEED)
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
@@ -303,13 +296,15 @@ def _seed(kind: Kind) -> int:
     return zlib.crc32(bytes((FORMAT_VERSION, kind)))
 
 
-_OPEN_ROW: Callable[[UsageOpen], tuple[Any, ...]] = attrgetter(*OPEN_KINDS)
-_CHECKPOINT_ROW: Callable[[UsageCheckpoint], tuple[Any, ...]] = attrgetter(*CHECKPOINT_KINDS)
-_CLOSE_ROW: Callable[[UsageClose], tuple[Any, ...]] = attrgetter(*CLOSE_ROW_KINDS)
 _REFUSAL_ROW: Callable[[Refusal], tuple[Any, ...]] = attrgetter(*REFUSAL_KINDS)
 _OPEN_SEED = _seed(Kind.OPEN)
 _CHECKPOINT_SEED = _seed(Kind.CHECKPOINT)
 _CLOSE_SEED = _seed(Kind.CLOSE)
+
+
+def _row(record: UsageOpen | UsageCheckpoint | UsageClose) -> tuple[Any, ...]:
+    """The fields in their order; `extra`, the last one, only where there is any."""
+    return (*record[:-1], dict(record.extra)) if record.extra else record[:-1]
 
 
 def _frame(payload: bytes, kind: int, seed: int) -> bytes:

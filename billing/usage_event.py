@@ -13,10 +13,11 @@ the payload hash leaves nulls out, so an old event hashes the same under a newer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import orjson
 
@@ -28,6 +29,8 @@ _INT_LIMIT = 2**63
 _HASH_BYTES = 16
 # A rating may be redone (a price book that came late, a correction), so it is no part of what the hash protects.
 _RATING_FIELDS = frozenset({"amount_pico", "price_version", "payload_hash"})
+# No field of a newer writer.
+_NOTHING_NEWER: Mapping[str, Any] = MappingProxyType({})
 
 
 class MalformedEvent(ValueError):
@@ -51,8 +54,7 @@ class Outcome(StrEnum):
     """The gateway process died; the event was settled afterwards from its last checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class UsageOpen:
+class UsageOpen(NamedTuple):
     """What is known of an attempt before it is dispatched. Written before the engine sees a byte."""
 
     event_id: str
@@ -87,11 +89,10 @@ class UsageOpen:
     """Unix ns at which the request was accepted."""
     opened_ns: int
     """Unix ns at which this attempt was recorded."""
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    extra: Mapping[str, Any] = _NOTHING_NEWER
 
 
-@dataclass(frozen=True, slots=True)
-class UsageCheckpoint:
+class UsageCheckpoint(NamedTuple):
     """What had been delivered to the client at `at_ns` (Unix ns). The last one wins; counts are totals, not steps."""
 
     event_id: str
@@ -100,11 +101,10 @@ class UsageCheckpoint:
     output_tokens: int | None
     first_token_ns: int | None
     at_ns: int
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    extra: Mapping[str, Any] = _NOTHING_NEWER
 
 
-@dataclass(frozen=True, slots=True)
-class UsageClose:
+class UsageClose(NamedTuple):
     """How an attempt ended and what it used. Written before the client gets the last byte."""
 
     event_id: str
@@ -125,7 +125,7 @@ class UsageClose:
     """Inside `output_tokens`."""
     first_token_ns: int | None
     ended_ns: int
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    extra: Mapping[str, Any] = _NOTHING_NEWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def join(opened: UsageOpen, closed: UsageClose) -> UsageEvent:
     content = _flat(opened, closed)
     extra = {**opened.extra, **closed.extra}
     if extra:
-        opened, closed = replace(opened, extra={}), replace(closed, extra={})
+        opened, closed = opened._replace(extra=_NOTHING_NEWER), closed._replace(extra=_NOTHING_NEWER)
     written_by = extra.pop("schema_version", SCHEMA_VERSION)
     version = written_by if isinstance(written_by, int) else SCHEMA_VERSION
     return UsageEvent(opened, closed, _hash(content, extra), schema_version=version, extra=extra)
@@ -295,11 +295,10 @@ Kinds = tuple[type, ...]
 
 def _kinds_of(record: type, *, without: frozenset[str] = frozenset({"extra"})) -> dict[str, Kinds]:
     """Field name -> accepted builtin types, from the annotations, so that the two cannot drift apart."""
-    named: dict[str, type] = {"str": str, "int": int, "bool": bool, "None": type(None), "Outcome": str}
     return {
-        one.name: tuple(named[part] for part in str(one.type).split(" | "))
-        for one in fields(record)
-        if one.name not in without
+        name: tuple(str if kind is Outcome else kind for kind in get_args(hint) or (hint,))
+        for name, hint in get_type_hints(record).items()
+        if name not in without
     }
 
 
@@ -315,9 +314,9 @@ _EVENT_FIELDS = frozenset({"schema_version", "amount_pico", "payload_hash", *OPE
 
 def _flat(opened: UsageOpen, closed: UsageClose) -> dict[str, Any]:
     """Every known field of the two records, by name."""
-    flat = {name: getattr(opened, name) for name in OPEN_KINDS}
-    for name in CLOSE_KINDS:
-        flat[name] = getattr(closed, name)
+    flat: dict[str, Any] = opened._asdict()
+    flat.update(closed._asdict())  # the id is the same in both
+    del flat["extra"]
     return flat
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from billing.metering import Meter, Usage
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
@@ -22,8 +22,7 @@ from router.endpoints import Ending
 Header = tuple[bytes, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One authenticated request, as the HTTP edge hands it over."""
 
     request: InferenceRequest
@@ -37,8 +36,7 @@ class Call:
     """The caller asked for, and may see, why an engine was chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
+class Deadlines(NamedTuple):
     """The four deadlines of a request and the bound of a non-streamed answer."""
 
     connect_s: float
@@ -48,16 +46,14 @@ class Deadlines:
     max_answer_bytes: int = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(NamedTuple):
     """What the gateway knows of a model name that a client may use."""
 
     served: str
     default_max_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The engine that the fleet picked for an attempt."""
 
     endpoint_id: str
@@ -85,8 +81,7 @@ class NoTarget:
     retry_after_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptEnd:
+class AttemptEnd(NamedTuple):
     """What the router learns from an attempt."""
 
     ending: Ending

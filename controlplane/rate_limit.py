@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from controlplane.tenancy import Dimension, Limit
 
@@ -54,8 +54,7 @@ MAX_PERIOD_S = 4_300_000
 LEASE_WAIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What a request takes from its limits: reserved before, used after. One concurrency slot is always part of it."""
 
     input_tokens: int
@@ -63,8 +62,7 @@ class Cost:
     requests: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LimitView:
+class LimitView(NamedTuple):
     """The tightest limits after a decision, for the `x-ratelimit-*` headers; None where there is no such limit.
 
     `reset_*_s` is the time until the bucket is full again. Tokens: the tighter of input and output limits.
@@ -93,8 +91,7 @@ class Ticket:
         self.settled = False
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):
     """The request may run; hand `ticket` back to `settle` when it ended, however it ended."""
 
     ticket: Ticket
@@ -110,8 +107,7 @@ class RefusalReason(StrEnum):
     STORE_UNAVAILABLE = "store_unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """The request may not run, and nothing was taken from any limit.
 
     `limit` is the one with the longest wait (None when the store did not answer); `needed` and `left` are in its unit.
@@ -194,8 +190,7 @@ def waits_longer(found: Refused, than: Refused) -> bool:
     return found.retry_after_s is None or found.retry_after_s > than.retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One bucket's part of a call to the store.
 
     `need` is checked (all of a call, or none, is granted); `want` is a wish on top for later requests. The rest reports
@@ -215,8 +210,7 @@ class Ask:
     renew: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One atomic call. `sequence` > 0 numbers a process's reports: the store applies each number once."""
 
     process_id: str
@@ -224,8 +218,7 @@ class Attempt:
     asks: tuple[Ask, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketReply:
+class BucketReply(NamedTuple):
     """A bucket after the call; `out` counts the leases of all processes.
 
     `generation` names the pool that the reported spends went to; 0: they went to none (the lease was over, or this
@@ -240,8 +233,7 @@ class BucketReply:
     known: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """What the store decided; `buckets` stand in the order of the asks."""
 
     admitted: bool

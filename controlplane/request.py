@@ -6,7 +6,6 @@ this value and renders answers). Values are frozen; the body is referenced once 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -32,8 +31,7 @@ def estimate_input_tokens(prompt_bytes: int, message_count: int, media_count: in
     return text + _TOKENS_PER_MESSAGE * message_count + _TOKENS_PER_MEDIA_PART * media_count
 
 
-@dataclass(frozen=True, slots=True)
-class StreamWish:
+class StreamWish(NamedTuple):
     """What the client asked of the stream, and so what must be cut out of the engine's before relaying it."""
 
     stream: bool
@@ -43,8 +41,7 @@ class StreamWish:
     """The client asked for usage in every chunk."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(NamedTuple):
     """A request that may be limited, routed, sent and metered.
 
     `prompt_parts` are slices of the original body that identify the prompt for routing, in order: the raw `tools`

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from billing.metering import CHECKPOINT_S, UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
@@ -96,8 +97,7 @@ class _Attempt:
         self.reached = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     """How an attempt ended: for its event, and for the router."""
 
     outcome: Outcome
@@ -487,7 +487,7 @@ class Path:
         """What the client got. An engine that tells no counts before its end leaves the input to our estimate."""
         usage = meter.delivered_usage()
         if usage.uncached_input_tokens is None and run.sink.started:
-            return replace(usage, uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True)
+            return usage._replace(uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True)
         return usage
 
     def _delivered(self, run: _Run, attempt: _Attempt, meter: Meter) -> None:
@@ -572,11 +572,11 @@ class Path:
         if meter is not None:
             if run.sink.drained:
                 meter.delivered()
-            usage = replace(self._delivered_usage(run, meter), estimated=True)
+            usage = self._delivered_usage(run, meter)._replace(estimated=True)
         elif request.wish.stream or fault is DEFECT or not attempt.reached:  # not one token came
-            usage = replace(UNKNOWN_USAGE, estimated=True)
+            usage = UNKNOWN_USAGE._replace(estimated=True)
         else:  # the engine has worked for it, unseen: its input is what is known (DESIGN 4.3)
-            usage = replace(UNKNOWN_USAGE, uncached_input_tokens=request.estimated_input_tokens, estimated=True)
+            usage = UNKNOWN_USAGE._replace(uncached_input_tokens=request.estimated_input_tokens, estimated=True)
         self._close(run, attempt, fault, usage=usage)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NewType
+from typing import Literal, NamedTuple, NewType
 
 OrgId = NewType("OrgId", str)
 ProjectId = NewType("ProjectId", str)
@@ -148,8 +148,7 @@ class Snapshot:
         return Snapshot(epoch, read_at_s, keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """What `authorize` is asked: the digest of the presented secret (None: no key), and the use intended."""
 
     digest: KeyDigest | None

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -56,8 +57,7 @@ class BlockLadder:
         return cls(tuple(range(block_bytes, block_bytes * (block_count + 1), block_bytes)))
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """The prefix hashes of one prompt, shortest prefix first, and the prompt's length."""
 
     hashes: Sequence[int]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from router.blocks import Chain
 from router.cost import TERMS, Candidate, Unfit
 from router.endpoints import BreakerState, Endpoint, EngineSpeed, LoadView, Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(NamedTuple):
     """What is to be routed. `exclude` names endpoints that an earlier attempt of the same request has failed on."""
 
     model: str
@@ -58,8 +58,7 @@ _SUMMARY_MAX_COUNT = 8
 Row = tuple[Endpoint, Unfit | None, int, tuple[float, ...], float]
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision:
+class RouteDecision(NamedTuple):
     """The pick, what it was predicted to cost, and every other candidate."""
 
     endpoint: Endpoint

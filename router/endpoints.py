@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 EngineKind = Literal["vllm", "sglang", "trtllm", "llamacpp", "sim", "openai"]
 EndpointRole = Literal["both", "prefill", "decode"]
@@ -95,8 +95,7 @@ class Ending(StrEnum):
     """5xx (not 503), a cut answer, or no first byte in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """What is known when an attempt has ended. Token counts are the engine's own; None where it named none."""
 
     outcome: Ending

@@ -12,8 +12,7 @@ import socket
 import ssl
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 
@@ -34,8 +33,7 @@ _MAX_HEADERS_COUNT: Final = 256
 _NO_BODY_STATUS: Final = frozenset({204, 304})
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCall:
+class EngineCall(NamedTuple):
     """One request. `head` is complete, with its blank line and the content-length of `body`."""
 
     endpoint_id: str

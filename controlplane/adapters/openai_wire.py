@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -326,8 +326,7 @@ def _completion_prompt(fields: _Fields, view: memoryview) -> tuple[tuple[memoryv
     raise BadRequest(f"prompt must be {expected}.", param="prompt")
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedFields:
+class OwnedFields(NamedTuple):
     """Our fields as the picked engine must get them."""
 
     model_served: str

@@ -6,7 +6,6 @@ Owns: `usage_event`, `event_id` and `a_book`. Does not own: the event's form (`b
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from billing.pricing import PriceBook, Sku
@@ -75,7 +74,7 @@ def usage_event(number: int = 1, **changed: Any) -> UsageEvent:
     opened = {"event_id": ident, **_OPEN, "request_id": f"req_{number}"}
     closed = {"event_id": ident, **_CLOSE}
     for target, kind in ((opened, UsageOpen), (closed, UsageClose)):
-        names = {one.name for one in fields(kind)} - {"extra"}
+        names = {*kind._fields} - {"extra"}
         target.update({name: value for name, value in changed.items() if name in names})
     return join(UsageOpen(**opened, extra=changed.get("extra", {})), UsageClose(**closed))
 

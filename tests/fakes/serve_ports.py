@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from billing.metering import Meter
@@ -388,7 +388,7 @@ class World:
         limits: LimitsPort = self.limits
         ports = Ports(self.fleet, limits, self.books, OpenAiEdge(), self.clock, lambda org, at_ns: "book-1")
         path = self.path_class(ports, self.deadlines, "node")
-        call = replace(call if call is not None else a_call(), started_s=self.clock.now_s)
+        call = (call if call is not None else a_call())._replace(started_s=self.clock.now_s)
         task = asyncio.create_task(path.serve(call, self.sink, self.trace))
         self.sink.task = task
         await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 10)

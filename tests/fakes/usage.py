@@ -6,7 +6,6 @@ the test that checks on it afterwards make the same records without talking.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
@@ -52,7 +51,7 @@ def an_open(number: int = 1, writer: int = 0, **changes: Any) -> UsageOpen:
         received_ns=START_NS + number,
         opened_ns=START_NS + number + 1,
     )
-    return replace(opened, **changes)
+    return opened._replace(**changes)
 
 
 def a_checkpoint(number: int = 1, writer: int = 0, **changes: Any) -> UsageCheckpoint:
@@ -65,7 +64,7 @@ def a_checkpoint(number: int = 1, writer: int = 0, **changes: Any) -> UsageCheck
         first_token_ns=START_NS + number + 1_000,
         at_ns=START_NS + number + 2_000,
     )
-    return replace(checkpoint, **changes)
+    return checkpoint._replace(**changes)
 
 
 def a_close(number: int = 1, writer: int = 0, **changes: Any) -> UsageClose:
@@ -86,4 +85,4 @@ def a_close(number: int = 1, writer: int = 0, **changes: Any) -> UsageClose:
         first_token_ns=START_NS + number + 1_000,
         ended_ns=START_NS + number + 3_000,
     )
-    return replace(closed, **changes)
+    return closed._replace(**changes)

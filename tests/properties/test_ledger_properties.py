@@ -113,7 +113,7 @@ def test_rating_is_the_sum_of_prices_times_counts() -> None:
 
 
 def _changed(event: UsageEvent, **close: Any) -> UsageEvent:
-    return replace(event, close=replace(event.close, **close))
+    return replace(event, close=event.close._replace(**close))
 
 
 def _as_float(event: UsageEvent, book: PriceBook | None) -> Charge:

@@ -139,15 +139,27 @@ RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, H
 # The last word on usage is in the finishing chunk, and neither a usage chunk nor `[DONE]` follows it.
 ENDS_AT_THE_FINISH: Case = (
     1,
-    b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}\n\n',
+    b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}\n\n',
     [],
     (True, False),
+)
+
+
+# An engine that counts in one chunk and says null in the next.
+SAYS_NULL_AFTER_A_COUNT: Case = (
+    1,
+    b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"b"},"finish_reason":null}],"usage":{"completion_tokens":7}}\n\n'
+    b'data: {"choices":[{"delta":{"content":"c"},"finish_reason":null}],"usage":null}\n\n',
+    [166],
+    (False, False),
 )
 
 
 @pytest.mark.parametrize("holds", PROPERTIES)
 @given(case=cases())
 @example(case=ENDS_AT_THE_FINISH)
+@example(case=SAYS_NULL_AFTER_A_COUNT)
 @settings(RELAXED, max_examples=250)
 def test_property(holds: Any, case: Case) -> None:
     assert holds(Meter, case)

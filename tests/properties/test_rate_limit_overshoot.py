@@ -409,8 +409,7 @@ class SlotsForgottenOnRotation(Leases):
     """Does not register running requests again under a new lease id."""
 
     def _tell(self, lease: Lease, now_ns: int) -> Ask:
-        ask = super()._tell(lease, now_ns)
-        return Ask(**{name: getattr(ask, name) for name in ask.__slots__} | {"held": 0})
+        return super()._tell(lease, now_ns)._replace(held=0)
 
 
 INPUT = (limit_of(Dimension.INPUT_TOKENS, 2_000, 200, 10),)  # 200 tokens a second

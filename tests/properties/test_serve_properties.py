@@ -225,7 +225,7 @@ class BillsWhatWasNotDelivered(Path):
 
     def _delivered_usage(self, run: Any, meter: Any) -> Any:
         usage = meter.engine_usage()
-        return replace(usage, output_tokens=(usage.output_tokens or 0) + 1)
+        return usage._replace(output_tokens=(usage.output_tokens or 0) + 1)
 
 
 MUTANTS = (

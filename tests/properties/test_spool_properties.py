@@ -105,10 +105,10 @@ def the_records(script: list[tuple[str, int]]) -> list[Value]:
             continue
         chosen = running[choice % len(running)]
         if action == "k":
-            records.append(replace(a_checkpoint(number, output_tokens=number), event_id=chosen.event_id))
+            records.append(a_checkpoint(number, output_tokens=number)._replace(event_id=chosen.event_id))
         elif action == "c":
             running.remove(chosen)
-            records.append(replace(a_close(number), event_id=chosen.event_id))
+            records.append(a_close(number)._replace(event_id=chosen.event_id))
         else:
             again = an_open(number, request_id=chosen.request_id, attempt=chosen.attempt + 1)
             running.append(again)
@@ -331,13 +331,13 @@ class Run:
 
     def go_on(self, action: str, chosen: UsageOpen) -> None:
         if action == "check":
-            checkpoint = replace(a_checkpoint(self.number, output_tokens=self.number), event_id=chosen.event_id)
+            checkpoint = a_checkpoint(self.number, output_tokens=self.number)._replace(event_id=chosen.event_id)
             self.spool.checkpoint(checkpoint)
             self.model.noted[chosen.event_id] = checkpoint
         elif action == "retry":
             self.begin(an_open(self.number, request_id=chosen.request_id, attempt=chosen.attempt + 1))
         else:
-            closed = replace(a_close(self.number), event_id=chosen.event_id)
+            closed = a_close(self.number)._replace(event_id=chosen.event_id)
             self.spool.close(closed)
             self.model.end(closed)
 

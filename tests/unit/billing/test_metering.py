@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ class TestCounting:
         assert m.engine_usage() == Usage(None, None, None, 3, None, estimated=True)
 
     def test_nothing_at_all_is_unknown(self) -> None:
-        assert meter().engine_usage() == replace(UNKNOWN_USAGE, estimated=True)
+        assert meter().engine_usage() == UNKNOWN_USAGE._replace(estimated=True)
 
     def test_the_tier_that_served_is_told(self) -> None:
         m = meter()

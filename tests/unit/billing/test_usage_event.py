@@ -84,7 +84,7 @@ def test_the_hash_does_not_depend_on_field_order() -> None:
 
 def test_the_hash_leaves_the_rating_out() -> None:
     event = join(an_open(3), a_close(3))
-    rated = replace(event, amount_pico=5, open=replace(event.open, price_version="2026-02"))
+    rated = replace(event, amount_pico=5, open=event.open._replace(price_version="2026-02"))
     assert payload_hash(rated) == event.payload_hash
 
 

@@ -125,7 +125,7 @@ class TestAnswers:
 
     async def test_an_explained_call_is_remembered(self) -> None:
         world = World((GOOD,))
-        await world.serve(replace(a_call(), explain=True))
+        await world.serve(a_call()._replace(explain=True))
         assert world.fleet.explained == ["req_1"]
         assert (b"x-inferplane-decision", b"pick=e0") in world.sink.headers
 
@@ -367,7 +367,7 @@ class TestLeaving:
 
     async def cut_during(self, *plans: Plan, stream: bool = True, at: int = 1, drain: bool = False) -> World:
         """Leave (or drain) while the `at`-th read waits for ever."""
-        world = World(plans, deadlines=replace(DEADLINES, idle_s=1e9, first_byte_s=1e9, total_s=1e9))
+        world = World(plans, deadlines=DEADLINES._replace(idle_s=1e9, first_byte_s=1e9, total_s=1e9))
         running = asyncio.create_task(world.serve(a_call(stream=stream)))
         for _ in range(50):
             await asyncio.sleep(0)
@@ -413,7 +413,7 @@ class TestLeaving:
         assert world.fleet.answers[0].aborted
 
     async def test_leaving_after_the_last_byte_changes_nothing(self) -> None:
-        world = World((Plan(steps=(*WORDS, LAST, TOTAL, DONE, Hang())),), deadlines=replace(DEADLINES, idle_s=1e9))
+        world = World((Plan(steps=(*WORDS, LAST, TOTAL, DONE, Hang())),), deadlines=DEADLINES._replace(idle_s=1e9))
         world.sink.on_piece = lambda: world.sink.leave() if world.sink.finished else None
         await world.serve()
         world.check()
