@@ -32,32 +32,23 @@ _PERIODS = {1: "second", 60: "minute", 3_600: "hour", 86_400: "day"}
 
 @dataclass(frozen=True, slots=True)
 class RefusalFacts:
-    """What the client is told. `retry_after_s` None: waiting does not help. `should_retry` becomes `x-should-retry`."""
+    """What the client is told. `retry_after_s` None: waiting does not help. `should_retry` overrides what an SDK
+    makes of the status; None: the status says it.
+    """
 
     status: int
     message: str
     type: str
     code: str
     retry_after_s: float | None
-    should_retry: bool
-
-    def headers(self) -> tuple[tuple[str, str], ...]:
-        """`retry-after` (whole seconds >= 1) and `retry-after-ms` where waiting helps, else `x-should-retry: false`."""
-        if not self.should_retry:
-            return (("x-should-retry", "false"),)
-        if self.retry_after_s is None:
-            return ()
-        return (
-            ("retry-after", str(max(1, math.ceil(round(self.retry_after_s, 6))))),
-            ("retry-after-ms", str(max(1, math.ceil(round(self.retry_after_s * 1_000, 3))))),
-        )
+    should_retry: bool | None
 
 
 def refusal_facts(refused: Refused) -> RefusalFacts:
     """The facts of a refusal by a limit (429) or for want of the store (503)."""
     if refused.reason is RefusalReason.STORE_UNAVAILABLE or refused.limit is None:
         message = "Rate limits cannot be checked at the moment, so the request was not accepted. Please try again."
-        return RefusalFacts(503, message, "server_error", "limits_unavailable", refused.retry_after_s, True)
+        return RefusalFacts(503, message, "server_error", "limits_unavailable", refused.retry_after_s, None)
     limit = refused.limit
     kind = _TYPES[limit.dimension]
     if refused.reason is RefusalReason.TOO_LARGE:
@@ -66,8 +57,8 @@ def refusal_facts(refused: Refused) -> RefusalFacts:
         )
         return RefusalFacts(429, message, kind, "rate_limit_exceeded", None, False)
     message = f"{limit_sentence(limit)} reached; {refused.needed} needed, {refused.left} left."
-    waitable = refused.retry_after_s is not None
-    return RefusalFacts(429, message, kind, "rate_limit_exceeded", refused.retry_after_s, waitable)
+    never = refused.retry_after_s is None
+    return RefusalFacts(429, message, kind, "rate_limit_exceeded", refused.retry_after_s, False if never else None)
 
 
 def limit_sentence(limit: Limit) -> str:
@@ -79,21 +70,34 @@ def limit_sentence(limit: Limit) -> str:
     return f"{_NAMES[limit.dimension]} limit of {limit.amount} per {period}{of}"
 
 
-def limit_headers(view: LimitView) -> tuple[tuple[str, str], ...]:
+def retry_headers(retry_after_s: float | None, should_retry: bool | None) -> list[tuple[bytes, bytes]]:
+    """`retry-after` (whole seconds >= 1) and `retry-after-ms` where waiting helps, and the SDKs' override
+    `x-should-retry` where the status alone would tell them wrong (reference gateway 2.1).
+    """
+    headers: list[tuple[bytes, bytes]] = []
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(round(retry_after_s, 6)))))
+        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(round(retry_after_s * 1_000, 3)))))
+    if should_retry is not None:
+        headers.append((b"x-should-retry", b"true" if should_retry else b"false"))
+    return headers
+
+
+def limit_headers(view: LimitView) -> list[tuple[bytes, bytes]]:
     """The `x-ratelimit-*` headers of an answer; nothing for a kind that has no limit."""
-    rows = (
-        ("requests", view.limit_requests, view.remaining_requests, view.reset_requests_s),
-        ("tokens", view.limit_tokens, view.remaining_tokens, view.reset_tokens_s),
-    )
-    headers: list[tuple[str, str]] = []
-    for kind, limit, remaining, reset_s in rows:
-        if limit is None or remaining is None:
-            continue
-        headers.append((f"x-ratelimit-limit-{kind}", str(limit)))
-        headers.append((f"x-ratelimit-remaining-{kind}", str(max(0, remaining))))
+    headers: list[tuple[bytes, bytes]] = []
+    limit, remaining, reset_s, token_limit, tokens_left, token_reset_s = view
+    if limit is not None and remaining is not None:
+        headers.append((b"x-ratelimit-limit-requests", b"%d" % limit))
+        headers.append((b"x-ratelimit-remaining-requests", b"%d" % max(0, remaining)))
         if reset_s is not None:
-            headers.append((f"x-ratelimit-reset-{kind}", duration(reset_s)))
-    return tuple(headers)
+            headers.append((b"x-ratelimit-reset-requests", duration(reset_s).encode()))
+    if token_limit is not None and tokens_left is not None:
+        headers.append((b"x-ratelimit-limit-tokens", b"%d" % token_limit))
+        headers.append((b"x-ratelimit-remaining-tokens", b"%d" % max(0, tokens_left)))
+        if token_reset_s is not None:
+            headers.append((b"x-ratelimit-reset-tokens", duration(token_reset_s).encode()))
+    return headers
 
 
 def duration(seconds: float) -> str:

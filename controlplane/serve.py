@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from billing.metering import CHECKPOINT_S, UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.admission import after_outage
+from controlplane.attempt import NOTHING, Attempt, Run, Verdict, used_by
 from controlplane.errors import EngineError, EngineTimeout, SpoolFull
 from controlplane.faults import (
     CLIENT_CLOSED_STATUS,
@@ -52,7 +51,7 @@ from controlplane.ports import (
     Target,
     Trace,
 )
-from controlplane.rate_limit import Admitted, Cost, LimitView, Refused, Ticket
+from controlplane.rate_limit import Admitted, Cost, LimitView, Refused
 from controlplane.tenancy import Limit
 from router.endpoints import Ending
 
@@ -70,58 +69,6 @@ _DONE = b"data: [DONE]\n\n"
 _CLOCK_SLACK_S = 0.002
 # How long the engine's last chunk may take after `[DONE]` before its connection is given up.
 _TAIL_S = 1.0
-
-# What a request takes that was never dispatched.
-_NOTHING = Cost(input_tokens=0, output_tokens=0, requests=0)
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Mutable: one dispatch to one engine, closed exactly once."""
-
-    target: Target
-    event_id: str
-    sent_s: float
-    """Monotonic seconds of the dispatch."""
-    answer: Answer | None = None
-    meter: Meter | None = None
-    first_token_ns: int | None = None
-    reached: bool = False
-    """An engine may have seen it: there was a connection to write it to."""
-    look: asyncio.TimerHandle | None = None
-    """Looks for a checkpoint that is due while the engine is silent."""
-    closed: bool = False
-
-    def on_send(self) -> None:
-        """The request is about to be written."""
-        self.reached = True
-
-
-class _Verdict(NamedTuple):
-    """How an attempt ended: for its event, and for the router."""
-
-    outcome: Outcome
-    status: int
-    error_code: str | None
-    end: AttemptEnd
-    billable: bool = True
-
-
-@dataclass(slots=True)
-class _Run:
-    """Mutable: what one request holds until it has ended."""
-
-    call: Call
-    sink: Sink
-    served: str
-    reserved: Cost
-    ticket: Ticket
-    view: LimitView
-    price_version: str | None
-    trace: Trace
-    attempt: _Attempt | None = None
-    used: Cost = _NOTHING
-    settled: bool = False
 
 
 class Path:
@@ -169,7 +116,7 @@ class Path:
 
     # -- before dispatch -----------------------------------------------------------------------------------------------
 
-    async def _admit(self, call: Call, sink: Sink, trace: Trace) -> _Run | None:
+    async def _admit(self, call: Call, sink: Sink, trace: Trace) -> Run | None:
         p, request = self._p, call.request
         facts = p.fleet.model(request.model_asked)
         if isinstance(facts, NoTarget):
@@ -186,7 +133,7 @@ class Path:
             await self._refuse(call, sink, trace, fault, decision.view)
             return None
         version = p.price_version(call.principal.org_id, call.received_ns)
-        return _Run(call, sink, facts.served, cost, decision.ticket, decision.view, version, trace)
+        return Run(call, sink, facts.served, cost, decision.ticket, decision.view, version, trace)
 
     async def _ask_store(self, limits: tuple[Limit, ...], cost: Cost) -> Admitted | Refused:
         """The store's answer. A caller who leaves meanwhile still gets back what the store may have deducted."""
@@ -201,7 +148,7 @@ class Path:
         if not asked.cancelled() and asked.exception() is None:
             decision = asked.result()
             if isinstance(decision, Admitted):
-                self._p.limits.settle(decision.ticket, _NOTHING, self._p.clock.monotonic_ns())
+                self._p.limits.settle(decision.ticket, NOTHING, self._p.clock.monotonic_ns())
 
     async def _refuse(self, call: Call, sink: Sink, trace: Trace, fault: Fault, view: LimitView | None = None) -> None:
         trace.reason = fault.code or fault.type
@@ -213,7 +160,7 @@ class Path:
 
     # -- the attempts --------------------------------------------------------------------------------------------------
 
-    async def _run(self, run: _Run) -> None:
+    async def _run(self, run: Run) -> None:
         try:
             fault = await self._attempts(run)
             if fault is not None:
@@ -232,13 +179,13 @@ class Path:
         finally:
             self._settle(run)
 
-    def _settle(self, run: _Run) -> None:
+    def _settle(self, run: Run) -> None:
         """Give back what was reserved and not used, once: before the client can know that the request has ended."""
         if not run.settled:
             run.settled = True
             self._p.limits.settle(run.ticket, run.used, self._p.clock.monotonic_ns())
 
-    async def _attempts(self, run: _Run) -> Fault | None:
+    async def _attempts(self, run: Run) -> Fault | None:
         """Dispatch, at most twice. None: answered. A fault: the client has been sent nothing yet."""
         target = self._p.fleet.pick(run.call, run.served, frozenset())
         if isinstance(target, NoTarget):
@@ -259,12 +206,12 @@ class Path:
             attempt = following
         return fault
 
-    def _follow(self, run: _Run, lost: _Attempt, number: int) -> _Attempt | None:
+    def _follow(self, run: Run, lost: Attempt, number: int) -> Attempt | None:
         """The next attempt, on another engine than the lost one; None when there is none to be had."""
         target = self._p.fleet.pick(run.call, run.served, frozenset({lost.target.endpoint_id}))
         return None if isinstance(target, NoTarget) else self._open(run, target, number)
 
-    def _open(self, run: _Run, target: Target, number: int) -> _Attempt | None:
+    def _open(self, run: Run, target: Target, number: int) -> Attempt | None:
         """Record the attempt before it is dispatched. None: the spool is full, and nothing may run unmetered."""
         call, request, principal = run.call, run.call.request, run.call.principal
         event_id = self._p.clock.event_id()
@@ -309,9 +256,9 @@ class Path:
         if call.explain:
             run.trace.decision = target.summary
             self._p.fleet.explain(target, call)
-        return _Attempt(target, event_id, self._p.clock.monotonic_s())
+        return Attempt(target, event_id, self._p.clock.monotonic_s())
 
-    async def _attempt(self, run: _Run, attempt: _Attempt) -> Fault | None:
+    async def _attempt(self, run: Run, attempt: Attempt) -> Fault | None:
         """None: answered, and closed. A fault: nothing was sent to the client, and the attempt is still open."""
         try:
             answer = await self._p.fleet.send(attempt.target, run.call, run.served, self._left(run), attempt.on_send)
@@ -333,14 +280,14 @@ class Path:
             answer.abort()
         return fault
 
-    def _left(self, run: _Run) -> Deadlines:
+    def _left(self, run: Run) -> Deadlines:
         """The deadlines with the request's total already counted down. A non-streamed first byte may take the total."""
         d = self._deadlines
         left_s = max(0.001, d.total_s - (self._p.clock.monotonic_s() - run.call.started_s))
         first_byte_s = min(d.first_byte_s, left_s) if run.call.request.wish.stream else left_s
         return Deadlines(min(d.connect_s, left_s), first_byte_s, min(d.idle_s, left_s), left_s, d.max_answer_bytes)
 
-    async def _engine_refused(self, run: _Run, answer: Answer) -> Fault:
+    async def _engine_refused(self, run: Run, answer: Answer) -> Fault:
         try:
             body = await answer.read_all(_MAX_ERROR_BYTES, self._left(run).idle_s)
         except EngineError:  # too long, or cut: the status is what counts
@@ -350,7 +297,7 @@ class Path:
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    async def _whole(self, run: _Run, attempt: _Attempt, answer: Answer) -> Fault | None:
+    async def _whole(self, run: Run, attempt: Attempt, answer: Answer) -> Fault | None:
         """Relay a non-streamed answer. The close is written before its last byte."""
         try:
             body = await answer.read_all(self._deadlines.max_answer_bytes, self._left(run).total_s)
@@ -367,50 +314,85 @@ class Path:
         await run.sink.finish(body)
         return None
 
-    async def _stream(self, run: _Run, attempt: _Attempt, answer: Answer) -> Fault | None:
+    async def _stream(self, run: Run, attempt: Attempt, answer: Answer) -> Fault | None:
         """Relay a stream. Nothing is sent before the first token, so that a lost engine can still be replaced."""
         meter = attempt.meter = self._p.fleet.meter(attempt.target, run.call)
-        sink, now_s, idle_s = run.sink, self._p.clock.monotonic_s, self._deadlines.idle_s
-        total_s = run.call.started_s + self._deadlines.total_s
-        first_s = attempt.sent_s + self._deadlines.first_byte_s
-        held, out, lost, pending_bytes = b"", b"", TRUNCATED, 0
         self._look_again(run, attempt, meter)
-        while not meter.done:
-            at_s = now_s()
-            wait_s = min(idle_s if sink.started else first_s - at_s, total_s - at_s)
+        out, lost = await self._until_first_token(run, attempt, answer)
+        if lost is None:
+            await self._begin(run, attempt, answer)
+            if not meter.done:
+                if out:
+                    await run.sink.write(out)
+                out, lost = await self._relay(run, attempt, answer)
+        return await self._end_stream(run, attempt, out, lost if lost is not None else TRUNCATED)
+
+    async def _until_first_token(self, run: Run, attempt: Attempt, answer: Answer) -> tuple[bytes, Fault | None]:
+        """What the client gets first; and a fault when the engine ended, or was lost, before a token."""
+        meter, now_s = attempt.meter, self._p.clock.monotonic_s
+        assert meter is not None
+        due_s = min(attempt.sent_s + self._deadlines.first_byte_s, run.call.started_s + self._deadlines.total_s)
+        out, silent_bytes = b"", 0
+        while not (meter.first_token or meter.done or len(out) > _MAX_HELD_BYTES):
             try:
-                data = await self._read(run, answer, wait_s)
+                data = await self._read(run, answer, due_s - now_s())
             except EngineError as error:
-                data, lost = b"", engine_fault(error, begun=sink.started)
+                return out + meter.flush(), engine_fault(error)
+            new = meter.feed(data) if data else meter.flush()
+            out += new
+            silent_bytes = 0 if new else silent_bytes + len(data)
+            if not data or silent_bytes > self._deadlines.max_answer_bytes:  # an event without end
+                return out, TRUNCATED
+        return out, TRUNCATED if meter.failed else None
+
+    async def _relay(self, run: Run, attempt: Attempt, answer: Answer) -> tuple[bytes, Fault | None]:
+        """Relay the rest, each piece as it comes. What is still to be sent at the end, and a fault if it was lost."""
+        meter, sink, deadlines = attempt.meter, run.sink, self._deadlines
+        assert meter is not None
+        total_s = run.call.started_s + deadlines.total_s
+        rest, silent_bytes = b"", 0
+
+        def take(data: bytes) -> bool:
+            nonlocal rest, silent_bytes
             if sink.drained:
                 self._delivered(run, attempt, meter)
-            out = held + (meter.feed(data) if data else meter.flush())
-            held = b""
-            if not data:
-                break
-            pending_bytes = 0 if out else pending_bytes + len(data)
-            if pending_bytes > self._deadlines.max_answer_bytes:  # an event without end
-                break
-            if not sink.started:
-                if meter.failed:
-                    break
-                if not (meter.first_token or meter.done or len(out) > _MAX_HELD_BYTES):
-                    held = out
-                    continue
-                await self._begin(run, attempt, answer)
-            if out and not meter.done:
-                await sink.write(out)
-                out = b""
-        return await self._end_stream(run, attempt, out, lost)
+            rest = meter.feed(data)
+            if meter.done:
+                return False
+            if not rest:
+                silent_bytes += len(data)
+                return silent_bytes <= deadlines.max_answer_bytes
+            silent_bytes = 0
+            if not sink.offer(rest):
+                return False
+            rest = b""
+            return True
 
-    def _look_again(self, run: _Run, attempt: _Attempt, meter: Meter) -> None:
+        try:
+            while not meter.done and silent_bytes <= deadlines.max_answer_bytes:  # else: an event without end
+                if rest:
+                    await sink.write(rest)
+                    rest = b""
+                left_s = total_s - self._p.clock.monotonic_s()
+                if left_s <= 0:
+                    raise self._late(run)
+                if await answer.relay(take, deadlines.idle_s, left_s):
+                    return meter.flush(), None
+        except EngineError as error:
+            if sink.drained:
+                self._delivered(run, attempt, meter)
+            late = isinstance(error, EngineTimeout)
+            return meter.flush(), engine_fault(self._late(run) if late else error, begun=True)
+        return rest, None
+
+    def _look_again(self, run: Run, attempt: Attempt, meter: Meter) -> None:
         """Four times per checkpoint interval: an engine that falls silent must not hold back what was delivered."""
         if run.sink.started and run.sink.drained:
             self._delivered(run, attempt, meter)
         loop = asyncio.get_running_loop()
-        attempt.look = loop.call_later(CHECKPOINT_S / 4, self._look_again, run, attempt, meter)
+        attempt.stop_looking = loop.call_later(CHECKPOINT_S / 4, self._look_again, run, attempt, meter).cancel
 
-    async def _read(self, run: _Run, answer: Answer, wait_s: float) -> bytes:
+    async def _read(self, run: Run, answer: Answer, wait_s: float) -> bytes:
         """The next bytes; a passed deadline by its right name, although bytes may be there."""
         if wait_s <= 0:
             raise self._late(run)
@@ -419,7 +401,7 @@ class Path:
         except EngineTimeout:
             raise self._late(run) from None
 
-    def _late(self, run: _Run) -> EngineTimeout:
+    def _late(self, run: Run) -> EngineTimeout:
         """Which deadline it was that passed."""
         d, run_s = self._deadlines, self._p.clock.monotonic_s() - run.call.started_s
         endpoint_id = "" if run.attempt is None else run.attempt.target.endpoint_id
@@ -429,14 +411,14 @@ class Path:
             return EngineTimeout(endpoint_id, "idle", d.idle_s)
         return EngineTimeout(endpoint_id, "first_byte", d.first_byte_s)
 
-    async def _begin(self, run: _Run, attempt: _Attempt, answer: Answer) -> None:
+    async def _begin(self, run: Run, attempt: Attempt, answer: Answer) -> None:
         attempt.first_token_ns = self._p.clock.unix_ns()
         run.trace.first_token_s = self._p.clock.monotonic_s() - run.call.started_s
         self._p.fleet.first_token(attempt.target)
         run.trace.status = answer.status
         await run.sink.start(answer.status, self._p.edge.headers(run.call, run.view, run.trace, answer))
 
-    async def _end_stream(self, run: _Run, attempt: _Attempt, rest: bytes, lost: Fault) -> Fault | None:
+    async def _end_stream(self, run: Run, attempt: Attempt, rest: bytes, lost: Fault) -> Fault | None:
         """Close the books, then send the last bytes. A cut stream is told as such, never as a finished one."""
         meter, answer = attempt.meter, attempt.answer
         assert meter is not None and answer is not None
@@ -464,7 +446,7 @@ class Path:
             answer.release()
         return None
 
-    async def _broken(self, run: _Run, attempt: _Attempt, fault: Fault, rest: bytes = b"") -> Fault | None:
+    async def _broken(self, run: Run, attempt: Attempt, fault: Fault, rest: bytes = b"") -> Fault | None:
         """The engine was lost after its head. Before the first token: as a fault. After it: said in the stream."""
         meter, sink = attempt.meter, run.sink
         if not sink.started or meter is None:
@@ -483,14 +465,14 @@ class Path:
         await sink.finish(self._p.edge.stream_fault(fault))
         return None
 
-    def _delivered_usage(self, run: _Run, meter: Meter) -> Usage:
+    def _delivered_usage(self, run: Run, meter: Meter) -> Usage:
         """What the client got. An engine that tells no counts before its end leaves the input to our estimate."""
         usage = meter.delivered_usage()
         if usage.uncached_input_tokens is None and run.sink.started:
             return usage._replace(uncached_input_tokens=run.call.request.estimated_input_tokens, estimated=True)
         return usage
 
-    def _delivered(self, run: _Run, attempt: _Attempt, meter: Meter) -> None:
+    def _delivered(self, run: Run, attempt: Attempt, meter: Meter) -> None:
         """The client's socket has taken everything so far: note it, and write it down when a checkpoint is due."""
         meter.delivered()
         if not meter.checkpoint_due(self._p.clock.monotonic_s()):
@@ -510,27 +492,27 @@ class Path:
 
     # -- endings -------------------------------------------------------------------------------------------------------
 
-    def _complete(self, run: _Run, attempt: _Attempt, status: int, usage: Usage) -> None:
+    def _complete(self, run: Run, attempt: Attempt, status: int, usage: Usage) -> None:
         """The engine has answered to the end."""
-        self._end(run, attempt, _Verdict(Outcome.COMPLETED, status, None, AttemptEnd(Ending.COMPLETED)), usage)
+        self._end(run, attempt, Verdict(Outcome.COMPLETED, status, None, AttemptEnd(Ending.COMPLETED)), usage)
 
     def _close(
-        self, run: _Run, attempt: _Attempt, fault: Fault, *, billable: bool = True, usage: Usage | None = None
+        self, run: Run, attempt: Attempt, fault: Fault, *, billable: bool = True, usage: Usage | None = None
     ) -> None:
         """The attempt has ended in a fault."""
         end = AttemptEnd(fault.ending, fault.retry_after_s)
-        self._end(run, attempt, _Verdict(fault.outcome, fault.status, fault.code, end, billable), usage)
+        self._end(run, attempt, Verdict(fault.outcome, fault.status, fault.code, end, billable), usage)
 
-    def _end(self, run: _Run, attempt: _Attempt, verdict: _Verdict, usage: Usage | None) -> None:
+    def _end(self, run: Run, attempt: Attempt, verdict: Verdict, usage: Usage | None) -> None:
         """Close an attempt in the books, the router and the request's reservation: once, on every ending."""
         if attempt.closed:
             return
         attempt.closed = True
-        if attempt.look is not None:
-            attempt.look.cancel()
+        if attempt.stop_looking is not None:
+            attempt.stop_looking()
         known = usage if usage is not None else UNKNOWN_USAGE
         run.trace.outcome, run.trace.usage = verdict.outcome.value, usage
-        run.used = _used(run.reserved, attempt, known)
+        run.used = used_by(run.reserved, attempt, known)
         close = UsageClose(
             event_id=attempt.event_id,
             outcome=verdict.outcome,
@@ -561,7 +543,7 @@ class Path:
         if attempt is run.attempt:
             self._settle(run)
 
-    def _interrupted(self, run: _Run, fault: Fault) -> None:
+    def _interrupted(self, run: Run, fault: Fault) -> None:
         """The client left, this process is draining, or it has a defect: cancel the engine, bill what was delivered."""
         attempt = run.attempt
         if attempt is None or attempt.closed:
@@ -578,15 +560,3 @@ class Path:
         else:  # the engine has worked for it, unseen: its input is what is known (DESIGN 4.3)
             usage = UNKNOWN_USAGE._replace(uncached_input_tokens=request.estimated_input_tokens, estimated=True)
         self._close(run, attempt, fault, usage=usage)
-
-
-def _used(reserved: Cost, attempt: _Attempt, usage: Usage) -> Cost:
-    """What a closed attempt takes from the limits. Never dispatched to a token: only the request itself."""
-    if attempt.first_token_ns is None and usage.input_tokens is None:
-        # No token, no money; but an engine may have read the prompt of a client that left: not free to repeat.
-        return Cost(input_tokens=reserved.input_tokens if attempt.reached and usage.estimated else 0, output_tokens=0)
-    seen_output = usage.output_tokens
-    return Cost(
-        input_tokens=reserved.input_tokens if usage.input_tokens is None else usage.input_tokens,
-        output_tokens=reserved.output_tokens if seen_output is None else seen_output,
-    )

@@ -173,6 +173,11 @@ def authorize(snapshot: Snapshot, access: Access, now_s: float, *, wall_s: float
         return Denied(DenialReason.EXPIRED_KEY)
     if access.scope not in principal.scopes:
         return Denied(DenialReason.MISSING_SCOPE, access.scope.value)
-    if access.model is not None and principal.models is not None and access.model not in principal.models:
-        return Denied(DenialReason.MODEL_NOT_ALLOWED, access.model)
+    return principal if access.model is None else permit(principal, access.model)
+
+
+def permit(principal: Principal, model: str) -> Principal | Denied:
+    """Whether a caller that was let in may name this model."""
+    if principal.models is not None and model not in principal.models:
+        return Denied(DenialReason.MODEL_NOT_ALLOWED, model)
     return principal

@@ -11,8 +11,8 @@ import asyncio
 import socket
 import ssl
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 import httptools
 
@@ -20,6 +20,7 @@ from controlplane.adapters.content_coding import Inflater
 from controlplane.errors import Deadline, EngineError, EngineLost, EngineTimeout
 
 Header = tuple[bytes, bytes]
+T = TypeVar("T")
 
 # Body bytes that may wait for a slow reader before the engine's socket is no longer read.
 _HIGH_WATER_BYTES: Final = 256 * 1024
@@ -50,6 +51,9 @@ class EngineCall(NamedTuple):
     on_send: Callable[[], None] | None = None
     """Called as soon as there is a connection, before the first byte of the request is written to it."""
 
+
+Take = Callable[[bytes], bool]
+"""Takes a piece of an answer; False: no more of them."""
 
 Key = tuple[str, int, ssl.SSLContext | None, str | None]
 
@@ -82,13 +86,16 @@ class Connection(asyncio.Protocol):
         "_error",
         "_head_bytes",
         "_headers",
+        "_idle_s",
         "_parser",
         "_pool",
         "_reusable",
         "_started",
+        "_take",
         "_timer",
         "_transport",
         "_unsent",
+        "_until_s",
         "_waiter",
         "_write_paused",
         "idle_since_s",
@@ -103,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = 0.0
         self._endpoint_id = ""
@@ -120,6 +127,9 @@ class Connection(asyncio.Protocol):
         """Bytes of the request are still to be written: the connection cannot be used again."""
         self._write_paused = False
         self._error: str | None = None
+        self._take: Take | None = None
+        """Who gets the pieces of the current answer while a task waits in `relay`."""
+        self._idle_s = self._until_s = 0.0
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
@@ -174,9 +184,32 @@ class Connection(asyncio.Protocol):
         """Wait until the current answer has bytes or has ended. Raises EngineTimeout."""
         await self._wait(deadline_s, "idle", timeout_s)
 
-    async def _wait(self, deadline_s: float, name: Deadline, limit_s: float) -> None:
-        """Until `_wake`, or the deadline."""
-        waiter = self._waiter = self.loop.create_future()
+    async def relay(self, take: Take, idle_s: float, until_s: float) -> bool:
+        """Wait while pieces go to `take` as they come. False: it wants no more; True: the body may have ended."""
+        self._take, self._idle_s, self._until_s = take, idle_s, until_s
+        try:
+            return await self._wait(min(self.loop.time() + idle_s, until_s), "idle", idle_s)
+        finally:
+            if self._take is take:  # the connection may serve another exchange by the time this one resumes
+                self._take = None
+
+    def _hand_on(self, take: Take, answer: EngineAnswer) -> None:
+        """Give what came to the relay, and move its deadline."""
+        self._deadline_s = min(self.loop.time() + self._idle_s, self._until_s)
+        try:
+            more = take(answer.taken())
+        except BaseException as error:
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+            return
+        if not more:
+            self._take = None
+            self._wake(False)
+
+    async def _wait(self, deadline_s: float, name: Deadline, limit_s: float) -> bool:
+        """Until `_wake`, whose word it gives, or the deadline."""
+        waiter: asyncio.Future[bool] = self.loop.create_future()
+        self._waiter = waiter
         self._deadline_s = deadline_s
         timer = self._timer
         if timer is None or timer.when() > deadline_s:
@@ -184,7 +217,7 @@ class Connection(asyncio.Protocol):
                 timer.cancel()
             self._timer = self.loop.call_at(deadline_s, self._timer_fired)
         try:
-            await waiter
+            return await waiter
         except TimeoutError:
             raise EngineTimeout(self._endpoint_id, name, limit_s) from None
         finally:
@@ -201,10 +234,10 @@ class Connection(asyncio.Protocol):
         else:
             self._timer = self.loop.call_at(self._deadline_s, self._timer_fired)
 
-    def _wake(self) -> None:
+    def _wake(self, more: bool = True) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            waiter.set_result(more)
 
     def pause(self, paused: bool) -> None:
         """Stop or resume reading the engine's socket."""
@@ -263,6 +296,11 @@ class Connection(asyncio.Protocol):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._broken(f"The engine's headers are longer than {_MAX_HEAD_BYTES} bytes.")
                 return
+        take = self._take
+        if take is not None and answer.chunks:
+            self._hand_on(take, answer)
+            if not self._done:
+                return
         if self._done:
             self._finish(answer)
         elif answer.buffered_bytes > _HIGH_WATER_BYTES:
@@ -308,7 +346,7 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, answer: EngineAnswer) -> None:
         """The answer is complete: its connection goes back to the pool, the bytes stay with the answer."""
-        self._answer = None
+        self._answer = self._take = None
         answer.ended = True
         if answer.paused:
             answer.paused = False
@@ -412,33 +450,61 @@ class EngineAnswer:
         Raises EngineLost when the connection ends before the answer does, EngineTimeout after `timeout_s` of silence;
         the connection is closed then.
         """
-        deadline_s: float | None = None
-        while True:
-            if self._inflater is not None:
-                if data := self._inflated(self._inflater):
-                    return data
-            elif self.chunks:
-                return self._taken()
-            if self.ended:
-                if self._inflater is not None and not self._inflater.complete:
-                    raise self._failed("The engine's compressed answer is cut short.")
-                return b""
-            if self._stuck is not None:
-                raise self._stuck
-            connection = self._connection
-            if connection.error is not None:
-                raise self._failed(connection.error)
-            try:
-                if deadline_s is None:  # one for the whole wait: bytes that bring no body do not start it again
-                    deadline_s = connection.loop.time() + timeout_s
-                await connection.wait_body(deadline_s, timeout_s)
-            except BaseException as error:
-                if isinstance(error, EngineError):
-                    self._stuck = error
-                self.abort()
-                raise
+        if (data := self._there()) is not None:
+            return data
+        connection = self._connection
+        deadline_s = connection.loop.time() + timeout_s  # one: bytes that bring no body do not start it again
+        while (data := self._there()) is None:
+            await self._waited(connection.wait_body(deadline_s, timeout_s))
+        return data
 
-    def _taken(self) -> bytes:
+    async def relay(self, take: Take, idle_s: float, left_s: float) -> bool:
+        """Hand each piece to `take` as it comes, until that says False (then False) or the body has ended (True).
+
+        Pieces are handed on in the callback of the connection that brings them: no task is woken for each. Raises as
+        `read` does, after `idle_s` of silence or `left_s` altogether.
+        """
+        connection = self._connection
+        until_s = connection.loop.time() + left_s
+        while (data := self._there()) != b"":
+            if data is None and self._inflater is not None:
+                await self._waited(connection.wait_body(min(connection.loop.time() + idle_s, until_s), idle_s))
+            elif data is None:
+                if not await self._waited(connection.relay(take, idle_s, until_s)):
+                    return False
+            elif not take(data):
+                return False
+        return True
+
+    def _there(self) -> bytes | None:
+        """The bytes that have come, b"" at the end; None: wait for some. Raises EngineLost where none can come."""
+        if self._inflater is not None:
+            if data := self._inflated(self._inflater):
+                return data
+        elif self.chunks:
+            return self.taken()
+        if self.ended:
+            if self._inflater is not None and not self._inflater.complete:
+                raise self._failed("The engine's compressed answer is cut short.")
+            return b""
+        if self._stuck is not None:
+            raise self._stuck
+        if self._connection.error is not None:
+            raise self._failed(self._connection.error)
+        return None
+
+    async def _waited(self, wait: Awaitable[T]) -> T:
+        """What a wait on the connection gives. One that fails or is given up closes the connection."""
+        try:
+            return await wait
+        except BaseException as error:
+            if isinstance(error, EngineError):
+                self._stuck = error
+            self.abort()
+            raise
+
+    def taken(self) -> bytes:
+        """The body's bytes that have come, as they came, and not to be had again."""
         chunks = self.chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         self.chunks = []
@@ -455,7 +521,7 @@ class EngineAnswer:
                 data = inflater.more()
                 if data or not self.chunks:
                     return data
-                inflater.feed(self._taken())
+                inflater.feed(self.taken())
         except (zlib.error, ValueError) as error:
             self.abort()
             raise self._failed(f"The engine's answer cannot be decoded: {error}.") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,14 +19,14 @@ from controlplane.adapters import openai_wire
 from controlplane.adapters.gateway_server import CONNECTION, GatewayProtocol
 from controlplane.adapters.key_secret import digest_key
 from controlplane.adapters.telemetry import Telemetry
-from controlplane.admission import limit_headers, refusal_facts
+from controlplane.admission import limit_headers, refusal_facts, retry_headers
 from controlplane.errors import BadRequest
 from controlplane.faults import DEFECT, DRAINED, no_such_model
 from controlplane.ports import Answer, Call, Clock, Fault, Header, Sink, Trace
 from controlplane.rate_limit import LimitView
 from controlplane.request import Operation
 from controlplane.serve import Path
-from controlplane.tenancy import Access, Denied, Principal, Scope, Snapshot, authorize
+from controlplane.tenancy import Access, Denied, Principal, Scope, Snapshot, authorize, permit
 
 Scope_ = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -41,6 +40,8 @@ _V1, _ADMIN_V1 = "/v1/", "/v1/organization/"
 _BODIES_AT_ONCE = 8
 # As much of a path as an error repeats.
 _MAX_SHOWN_CHARS = 200
+# A body that is there this soon after its head is not a reason to look at the key again.
+_SAME_MOMENT_S = 0.05
 _log = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
 _EXPLAIN = b"x-inferplane-decision"
@@ -53,7 +54,7 @@ class AsgiSink:
     """
 
     __slots__ = (
-        "_conn", "_head", "_old_http", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended",
+        "_conn", "_head", "_send", "_stall_s", "_task", "_until_s", "finished", "gone", "open_ended",
         "started",
     )  # fmt: skip
 
@@ -61,13 +62,13 @@ class AsgiSink:
         self._send = send
         self._stall_s = stall_s
         self._until_s = until_s
-        self._head: tuple[int, Sequence[Header]] | None = None
-        self._old_http = scope["http_version"] == "1.0"
+        self._head = b""
         self.gone = self.started = self.finished = self.open_ended = False
-        self._task = asyncio.current_task()
+        self._task: asyncio.Task[None] | None = None
         conn: GatewayProtocol | None = (scope.get("extensions") or {}).get(CONNECTION)
         self._conn = conn
         if conn is not None:
+            self._task = conn.task
             conn.on_lost = self._lost
             if conn.lost:  # between the body's last byte and now
                 self._lost()
@@ -83,22 +84,33 @@ class AsgiSink:
         return self._conn is None or self._conn.drained
 
     async def start(self, status: int, headers: Sequence[Header]) -> None:
-        """Send the head."""
+        """Send the head: it goes out in one write with the first bytes of the body."""
         self.started = True
         self.open_ended = all(name != b"content-length" for name, _ in headers)
-        if self._old_http and self.open_ended and self._conn is not None:
-            self._conn.end_by_close()
-        if not self.open_ended and self._conn is not None:
-            self._head = status, headers  # goes out with the body, in one write
+        if self._conn is not None:
+            self._head = self._conn.head(status, headers, sized=not self.open_ended)
             return
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def offer(self, data: bytes) -> bool:
+        """Send a piece if that needs no waiting. False: it was not sent."""
+        conn = self._conn
+        if conn is None or conn.flow.write_paused:
+            return False
+        if data:
+            head, self._head = self._head, b""
+            conn.piece(head, data)
+        return True
 
     async def write(self, data: bytes) -> None:
         """Send a piece; waits while the client's socket is full, and gives up on a client that does not read."""
         conn = self._conn
-        if conn is not None and conn.flow.write_paused:
+        if conn is None:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            return
+        if conn.flow.write_paused:
             await self._wait_for_room(conn)
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.offer(data)
 
     async def finish(self, data: bytes) -> None:
         """Send the last piece."""
@@ -106,13 +118,11 @@ class AsgiSink:
         if conn is not None and conn.flow.write_paused:
             await self._wait_for_room(conn)
         self.finished = True
-        if self._head is not None and conn is not None:
-            (status, headers), self._head = self._head, None
-            conn.reply(status, headers, data)
+        if conn is None:
+            await self._send({"type": "http.response.body", "body": data})
             return
-        if self._old_http and self.open_ended and conn is not None and not self.gone:
-            conn.last_piece(len(data))
-        await self._send({"type": "http.response.body", "body": data})
+        head, self._head = self._head, b""
+        conn.last(head, data)
 
     def abort(self) -> None:
         """Cut the answer off: the client sees that it is not whole."""
@@ -137,7 +147,7 @@ class OpenAiEdge:
         """The head of an engine's answer as the client gets it."""
         headers = [(name, value) for name, value in answer.headers if name in _RELAYED]
         headers.append((b"x-request-id", call.request_id.encode()))
-        headers += _encoded(limit_headers(view))
+        headers += limit_headers(view)
         if trace.decision:
             headers.append((_EXPLAIN, trace.decision.encode("ascii", "replace")))
         return headers
@@ -147,13 +157,13 @@ class OpenAiEdge:
         if fault.refused is not None:
             facts = refusal_facts(fault.refused)
             status, body = facts.status, openai_wire.error_body(facts.message, facts.type, None, facts.code)
-            retry = _encoded(facts.headers())
+            retry = retry_headers(facts.retry_after_s, facts.should_retry)
         else:
             status, body = fault.status, _fault_body(fault)
             retry = retry_headers(fault.retry_after_s, fault.should_retry)
         headers = [_JSON, (b"x-request-id", call.request_id.encode()), (b"content-length", b"%d" % len(body))]
         if view is not None:
-            headers += _encoded(limit_headers(view))
+            headers += limit_headers(view)
         headers += retry
         await sink.start(status, headers)
         await sink.finish(body)
@@ -164,27 +174,12 @@ class OpenAiEdge:
         return openai_wire.stream_error(fault.message, fault.type, fault.param, fault.code)
 
 
-def _encoded(pairs: Sequence[tuple[str, str]]) -> list[Header]:
-    return [(name.encode(), value.encode()) for name, value in pairs]
-
-
 def _fault_body(fault: Fault) -> bytes:
     if fault.engine_body is not None:
         return openai_wire.engine_error_body(
             fault.engine_body, openai_wire.EngineErrorDefault(fault.message, fault.type, fault.param, fault.code)
         )
     return openai_wire.error_body(fault.message, fault.type, fault.param, fault.code)
-
-
-def retry_headers(retry_after_s: float | None, should_retry: bool | None) -> list[Header]:
-    """Both retry headers where waiting helps, and the SDKs' override where it does not (reference gateway 2.1)."""
-    headers: list[Header] = []
-    if retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
-        headers.append((b"retry-after-ms", b"%d" % max(1, math.ceil(retry_after_s * 1_000))))
-    if should_retry is not None:
-        headers.append((b"x-should-retry", b"true" if should_retry else b"false"))
-    return headers
 
 
 class KeySource(Protocol):
@@ -281,7 +276,10 @@ class OpenAiRoutes:
         except BadRequest as error:
             await self._fail(arrival, openai_wire.bad_request_fault(error))
             return
-        allowed = self._authorize(Access(digest, Scope.INFERENCE, request.model_asked))
+        if self._d.clock.monotonic_s() - arrival.started_s < _SAME_MOMENT_S:
+            allowed = permit(principal, request.model_asked)
+        else:  # the body took its time: the key may have ended meanwhile
+            allowed = self._authorize(Access(digest, Scope.INFERENCE, request.model_asked))
         if isinstance(allowed, Denied):
             await self._deny(arrival, allowed)
             return
@@ -299,14 +297,9 @@ class OpenAiRoutes:
             telemetry.finished(call, trace)
 
     def _authorize(self, access: Access) -> Principal | Denied:
-        clock = self._d.clock
-        return authorize(
-            self._d.keys.snapshot,
-            access,
-            clock.monotonic_s(),
-            wall_s=clock.unix_ns() / 1e9,
-            grace_s=self._c.key_grace_s,
-        )
+        clock, grace_s = self._d.clock, self._c.key_grace_s
+        wall_s = clock.unix_ns() / 1e9
+        return authorize(self._d.keys.snapshot, access, clock.monotonic_s(), wall_s=wall_s, grace_s=grace_s)
 
     async def _read_body(self, receive: Receive, length: int | None) -> bytes | None:
         """The whole body, or None when the client left. Raises BadRequest 413 past the limit.

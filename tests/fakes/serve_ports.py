@@ -132,6 +132,14 @@ class FakeAnswer:
         self.ended = step == b""
         return step
 
+    async def relay(self, take: Callable[[bytes], bool], idle_s: float, left_s: float) -> bool:
+        """Step by step to `take`."""
+        until_s = self._clock.now_s + left_s
+        while data := await self.read(min(idle_s, until_s - self._clock.now_s)):
+            if not take(data):
+                return False
+        return True
+
     async def read_all(self, limit_bytes: int, timeout_s: float) -> bytes:
         """Everything, within the time altogether."""
         parts, until_s = b"", self._clock.now_s + timeout_s
@@ -309,6 +317,7 @@ class FakeSink:
         self.pieces: list[bytes] = []
         self.aborted = False
         self.drained = True
+        self._offered = 0
         self._leave_after = leave_after
         self.task: asyncio.Task[Any] | None = None
         self.on_piece: Callable[[], None] = lambda: None
@@ -330,8 +339,20 @@ class FakeSink:
         self.started, self.status, self.headers = True, status, list(headers)
         self.open_ended = all(name != b"content-length" for name, _ in headers)
 
+    def offer(self, data: bytes) -> bool:
+        """A piece; every third one has to wait."""
+        assert self.started
+        self._offered += 1
+        if self._offered % 3 == 0:
+            return False
+        self._took(data)
+        return True
+
     async def write(self, data: bytes) -> None:
         """A piece."""
+        self._took(data)
+
+    def _took(self, data: bytes) -> None:
         assert self.started
         assert not self.finished
         assert data

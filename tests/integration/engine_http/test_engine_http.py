@@ -170,6 +170,108 @@ class TestAnswers:
         assert await until(lambda: client.open_count == 0)
 
 
+class TestRelay:
+    """`relay` hands on, in the connection's own callback, what `read` would give."""
+
+    @pytest.mark.parametrize("script", ["normal", "burst", "trickle", "close_delimited", "compressed", "line_ends"])
+    @pytest.mark.parametrize("after_a_read", [False, True])
+    async def test_a_stream_arrives_byte_for_byte(
+        self, engine: ScriptedEngine, client: EngineClient, script: str, after_a_read: bool
+    ) -> None:
+        answer = await client.send(ask(engine, script, max_tokens=20))
+        got = [await answer.read(1.0)] if after_a_read else []
+        assert await answer.relay(lambda data: got.append(data) is None, 1.0, 5.0)
+        if script == "compressed":
+            assert b"".join(got).endswith(b"data: [DONE]\n\n")
+        else:
+            assert b"".join(got) == bytes(engine.truths[0].sent)
+        assert await answer.read(1.0) == b""
+
+    async def test_it_stops_when_told_and_goes_on_from_there(
+        self, engine: ScriptedEngine, client: EngineClient
+    ) -> None:
+        answer = await client.send(ask(engine, "normal?gap_ms=2", max_tokens=20))
+        got: list[bytes] = []
+
+        def every_second(data: bytes) -> bool:
+            got.append(data)
+            return len(got) % 2 == 1
+
+        stops = 0
+        while not await answer.relay(every_second, 1.0, 5.0):
+            stops += 1
+            await asyncio.sleep(0.005)  # more comes meanwhile
+        assert stops > 2
+        assert b"".join(got) == bytes(engine.truths[0].sent)
+        assert client.idle_count == 1
+
+    async def test_silence_passes_the_idle_deadline(self, engine: ScriptedEngine, client: EngineClient) -> None:
+        answer = await client.send(ask(engine, "cut?how=stall&after=2"))
+        with pytest.raises(EngineTimeout):
+            await answer.relay(lambda _: True, 0.05, 5.0)
+        assert await until(lambda: engine.truths[0].ended == "client_closed")
+
+    async def test_a_slow_stream_does_not(self, engine: ScriptedEngine, client: EngineClient) -> None:
+        answer = await client.send(ask(engine, "normal?gap_ms=60&tokens=6"))
+        got: list[bytes] = []
+        assert await answer.relay(lambda data: got.append(data) is None, 0.3, 5.0)
+        assert len(got) > 3
+
+    async def test_a_stream_that_flows_passes_the_total_deadline(
+        self, engine: ScriptedEngine, client: EngineClient
+    ) -> None:
+        answer = await client.send(ask(engine, "endless?gap_ms=5"))
+        began_s = time.monotonic()
+        with pytest.raises(EngineTimeout):
+            await answer.relay(lambda _: True, 5.0, 0.1)
+        assert time.monotonic() - began_s < 2.0
+        assert await until(lambda: engine.truths[0].ended == "client_closed")
+
+    @pytest.mark.parametrize("how", ["reset", "fin"])
+    async def test_a_cut_is_a_loss_after_all_that_came(
+        self, engine: ScriptedEngine, client: EngineClient, how: str
+    ) -> None:
+        answer = await client.send(ask(engine, f"cut?how={how}&after=3"))
+        got: list[bytes] = []
+        with pytest.raises(EngineLost):
+            await answer.relay(lambda data: got.append(data) is None, 1.0, 5.0)
+        assert b"".join(got) == bytes(engine.truths[0].sent)
+
+    async def test_a_defect_of_the_taker_is_raised_where_it_waits(
+        self, engine: ScriptedEngine, client: EngineClient
+    ) -> None:
+        def broken(_: bytes) -> bool:
+            raise ZeroDivisionError
+
+        answer = await client.send(ask(engine, "endless?gap_ms=5"))
+        with pytest.raises(ZeroDivisionError):
+            await answer.relay(broken, 1.0, 5.0)
+            await answer.relay(broken, 1.0, 5.0)
+
+    async def test_cancelling_closes_the_engines_side(self, engine: ScriptedEngine, client: EngineClient) -> None:
+        answer = await client.send(ask(engine, "cut?how=stall&after=2"))
+        task = asyncio.ensure_future(answer.relay(lambda _: True, 5.0, 5.0))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await until(lambda: engine.truths[0].ended == "client_closed")
+
+    async def test_a_connection_kept_after_a_relay_hands_nothing_to_it(
+        self, engine: ScriptedEngine, client: EngineClient
+    ) -> None:
+        first: list[bytes] = []
+        answer = await client.send(ask(engine, "normal"))
+        assert await answer.relay(lambda data: first.append(data) is None, 1.0, 5.0)
+        size = len(first)
+        second: list[bytes] = []
+        answer = await client.send(ask(engine, "normal"))
+        assert await answer.relay(lambda data: second.append(data) is None, 1.0, 5.0)
+        assert client.open_count == 1
+        assert len(first) == size
+        assert b"".join(second) == bytes(engine.truths[1].sent)
+
+
 class TestPool:
     async def test_a_connection_is_used_again(self, engine: ScriptedEngine, client: EngineClient) -> None:
         for _ in range(5):

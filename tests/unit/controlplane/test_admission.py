@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from controlplane.admission import (
+    RefusalFacts,
     after_outage,
     duration,
     limit_headers,
     limit_sentence,
     refusal_facts,
+    retry_headers,
 )
+from controlplane.ports import Header
 from controlplane.rate_limit import NO_LIMITS, Admitted, Cost, LimitView, RefusalReason, Refused, Ticket
 from controlplane.tenancy import Dimension, Limit, OutagePolicy
 
@@ -23,11 +26,15 @@ def refused(reason: RefusalReason, one: Limit | None, wait_s: float | None = 13.
     return Refused(reason, one, 240, 12, wait_s, NO_LIMITS)
 
 
+def told(facts: RefusalFacts) -> list[Header]:
+    return retry_headers(facts.retry_after_s, facts.should_retry)
+
+
 def test_a_token_limit_is_told_with_limit_need_and_rest() -> None:
     facts = refusal_facts(refused(RefusalReason.RATE_LIMIT, limit(Dimension.INPUT_TOKENS)))
     assert facts.message == "Input token limit of 1000 per minute reached; 240 needed, 12 left."
     assert (facts.status, facts.type, facts.code) == (429, "tokens", "rate_limit_exceeded")
-    assert facts.headers() == (("retry-after", "14"), ("retry-after-ms", "13680"))
+    assert told(facts) == [(b"retry-after", b"14"), (b"retry-after-ms", b"13680")]
 
 
 @pytest.mark.parametrize(
@@ -49,27 +56,28 @@ def test_every_dimension_has_a_sentence_and_a_type(one: Limit, sentence: str, ki
 def test_what_can_never_pass_must_not_be_retried() -> None:
     facts = refusal_facts(refused(RefusalReason.TOO_LARGE, limit(Dimension.OUTPUT_TOKENS), None))
     assert facts.status == 429
-    assert facts.headers() == (("x-should-retry", "false"),)
+    assert told(facts) == [(b"x-should-retry", b"false")]
     assert "never" in facts.message
 
 
 def test_a_limit_that_never_refills_must_not_be_retried() -> None:
     facts = refusal_facts(refused(RefusalReason.RATE_LIMIT, limit(Dimension.REQUESTS, 0), None))
-    assert facts.headers() == (("x-should-retry", "false"),)
+    assert told(facts) == [(b"x-should-retry", b"false")]
 
 
 def test_a_store_that_is_gone_is_a_503_worth_retrying() -> None:
     facts = refusal_facts(refused(RefusalReason.STORE_UNAVAILABLE, None, 1.0))
     assert (facts.status, facts.type) == (503, "server_error")
-    assert facts.headers() == (("retry-after", "1"), ("retry-after-ms", "1000"))
+    assert told(facts) == [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "seconds", "ms"), [(0.0, "1", "1"), (0.0001, "1", "1"), (1.0, "1", "1000"), (1.0001, "2", "1001")]
+    ("wait_s", "seconds", "ms"),
+    [(0.0, b"1", b"1"), (0.0001, b"1", b"1"), (1.0, b"1", b"1000"), (1.0001, b"2", b"1001")],
 )
-def test_waits_round_up_and_are_never_zero(wait_s: float, seconds: str, ms: str) -> None:
+def test_waits_round_up_and_are_never_zero(wait_s: float, seconds: bytes, ms: bytes) -> None:
     facts = refusal_facts(refused(RefusalReason.RATE_LIMIT, limit(Dimension.REQUESTS), wait_s))
-    assert facts.headers() == (("retry-after", seconds), ("retry-after-ms", ms))
+    assert told(facts) == [(b"retry-after", seconds), (b"retry-after-ms", ms)]
 
 
 @pytest.mark.parametrize(
@@ -84,14 +92,14 @@ def test_durations_are_written_as_the_hosted_api_writes_them(seconds: float, tex
 
 
 def test_headers_name_only_limits_that_exist() -> None:
-    assert limit_headers(NO_LIMITS) == ()
-    assert limit_headers(LimitView(60, 41, 19.0)) == (
-        ("x-ratelimit-limit-requests", "60"),
-        ("x-ratelimit-remaining-requests", "41"),
-        ("x-ratelimit-reset-requests", "19s"),
-    )
+    assert limit_headers(NO_LIMITS) == []
+    assert limit_headers(LimitView(60, 41, 19.0)) == [
+        (b"x-ratelimit-limit-requests", b"60"),
+        (b"x-ratelimit-remaining-requests", b"41"),
+        (b"x-ratelimit-reset-requests", b"19s"),
+    ]
     tokens = LimitView(None, None, None, 1_000, -3, None)
-    assert limit_headers(tokens) == (("x-ratelimit-limit-tokens", "1000"), ("x-ratelimit-remaining-tokens", "0"))
+    assert limit_headers(tokens) == [(b"x-ratelimit-limit-tokens", b"1000"), (b"x-ratelimit-remaining-tokens", b"0")]
 
 
 def test_only_a_declared_tenant_is_served_while_the_store_is_gone() -> None:
