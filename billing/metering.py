@@ -300,7 +300,9 @@ class Meter:
             if pos < size and not self._all_finished:
                 stop = block.find(b'"finish_reason":"', pos)
                 stop = size if stop < 0 else block.rfind(b"\n\n", pos, stop) + 2
-                if stop > pos and self._steady(block[pos:stop] if stop - pos != size else block, out):
+                shown = self._steady(block[pos:stop] if stop - pos != size else block) if stop > pos else None
+                if shown is not None:
+                    out.append(shown)
                     pos = stop
         while pos < size:
             pos = self._one(block, pos, out)
@@ -314,13 +316,13 @@ class Meter:
         self._event(block[pos:end] if end - pos != len(block) else block, out)
         return end
 
-    def _steady(self, run: bytes, out: list[bytes]) -> bool:
-        """The common middle of a stream in a few native calls; False, and nothing done, for any other form.
+    def _steady(self, run: bytes) -> bytes | None:
+        """The common middle of a stream in a few native calls; None, and nothing done, for any other form.
 
         The common form: every event is one `data: {..}` line with one unfinished choice and no error; usage, if there
-        is any, is the last member of each.
+        is any, is the last member of each. Nothing is held before every choice has finished.
         """
-        count = run.count(b"\n") >> 1
+        count = 1 if run.find(b"\n") == len(run) - 2 else run.count(b"\n") >> 1
         if (
             run.count(b'"finish_reason":null') != count
             or not run.startswith(b"data: {")
@@ -328,21 +330,23 @@ class Meter:
             or not run.endswith(b"}\n\n")
             or b'"error"' in run
         ):
-            return False
-        shown, cuts = self._pattern.subn(b"", run) if self._cut else (run, -1)
-        if cuts >= 0 and ((cuts and cuts != count) or b'"usage"' in shown):
-            return False
+            return None
         at = run.rfind(b',"usage":')
-        if at >= 0:
-            counts = _parsed(run[at + 9 : -3])
-            if isinstance(counts, dict):
-                self._note(0, counts)
-            elif counts is not None or run[at + 9 : -3] != b"null" or b',"usage":{' in run:
-                return False
-        self._let_go(out)
+        counts: Any = _parsed(run[at + 9 : -3]) if at >= 0 else None
+        is_counted = type(counts) is dict
+        if at >= 0 and not is_counted and (run[at + 9 : -3] != b"null" or b',"usage":{' in run):
+            return None
+        shown, cuts = run, 0
+        if self._cut and count > 1:
+            shown, cuts = self._pattern.subn(b"", run)
+        elif self._cut and at >= 0 and (is_counted or not self._keep_chunk):
+            shown = run[:at] + b"}\n\n"  # what `_pattern` would cut: a whole value, before the event's last brace
+        if self._cut and ((cuts and cuts != count) or b'"usage"' in shown):
+            return None
+        if is_counted:
+            self._note(0, counts)
         self._chunks[0] = self._chunks.get(0, 0) + count
-        out.append(shown)
-        return True
+        return shown
 
     def _event(self, raw: bytes, out: list[bytes]) -> None:
         """One event, in any form. Exact and slower."""
@@ -457,6 +461,8 @@ class Meter:
         if self._total is not None:
             return self._total["completion_tokens"]  # type: ignore[no-any-return] # checked by _count when it was noted
         last = self._last
+        if self._choices == 1:
+            return last[0] if last else self._chunks.get(0, 0)
         if not last:
             return sum(self._chunks.values())
         return sum(last.values()) + sum(n for index, n in self._chunks.items() if index not in last)

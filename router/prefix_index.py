@@ -66,12 +66,12 @@ class PathNews:
 class Holdings:
     """The blocks that one endpoint incarnation holds."""
 
-    __slots__ = ("_branches", "_ends", "_ladder_bytes", "_parents", "held_bytes")
+    __slots__ = ("_branches", "_ends", "_ladder_bytes", "held_bytes", "parents")
 
     def __init__(self, ladder: BlockLadder) -> None:
         self._ladder_bytes = ladder.ends_bytes
-        self._parents: dict[int, int] = {}
-        """Every held block: its parent block, 0 at the root."""
+        self.parents: dict[int, int] = {}
+        """Every held block: its parent block, 0 at the root. To be read only."""
         self._ends: OrderedDict[int, int] = OrderedDict()
         """Where prompts ended, oldest use first. Every block without children is here."""
         self._branches: dict[int, int] = {}
@@ -79,11 +79,11 @@ class Holdings:
         self.held_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)
 
     def size_bytes(self) -> int:
         """Estimated memory."""
-        return len(self._parents) * BLOCK_BYTES + len(self._ends) * END_BYTES
+        return len(self.parents) * BLOCK_BYTES + len(self._ends) * END_BYTES
 
     @property
     def oldest_use_us(self) -> int | None:
@@ -94,7 +94,7 @@ class Holdings:
 
     def held_blocks(self, hashes: Sequence[int]) -> int:
         """How many blocks of the chain, from its start, are held. O(log n)."""
-        parents = self._parents
+        parents = self.parents
         if not hashes or hashes[0] not in parents:
             return 0
         low, high = 1, len(hashes)
@@ -117,7 +117,7 @@ class Holdings:
 
     def path(self, block: int) -> list[int]:
         """The chain from the root to this block; empty where it is not held."""
-        parents = self._parents
+        parents = self.parents
         chain: list[int] = []
         while block in parents:
             chain.append(block)
@@ -129,7 +129,7 @@ class Holdings:
         """Hold `tail` after the block `base` (0: the root) and use the whole path now. False, and nothing is changed,
         where `base` is not held. A tail that is held in part is continued from there.
         """
-        parents = self._parents
+        parents = self.parents
         if base_blocks and base not in parents:
             return False
         held = self.held_blocks(tail)
@@ -198,7 +198,7 @@ class Holdings:
         depth = (mark & _DEPTH_MASK) >> 1
         while True:
             self.held_bytes -= self._bytes_to(depth) - self._bytes_to(depth - 1)
-            parent = self._parents.pop(block)
+            parent = self.parents.pop(block)
             depth -= 1
             if not depth:
                 return

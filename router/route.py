@@ -274,14 +274,16 @@ class Router:
         best_s = _NEVER_S
         longest = 0
         continues = False
+        first = hashes[0] if hashes else 0  # 0 is no block; most endpoints hold nothing of a prompt
         for site in group:
-            unfit = site.unfit(request.exclude, now_s)
-            if unfit is not None:
-                rows.append((site.endpoint, unfit, 0, (), _NEVER_S))
-                continue
-            held = site.holdings.held_blocks(hashes)
+            if site.closed is not None or request.exclude or not site.breaker.admits(now_s):
+                unfit = site.unfit(request.exclude, now_s)
+                if unfit is not None:
+                    rows.append((site.endpoint, unfit, 0, (), _NEVER_S))
+                    continue
             cached = 0
-            if held:
+            if first in site.holdings.parents:
+                held = site.holdings.held_blocks(hashes)
                 cached = self._cached_tokens(site, held, work, request.chain)
                 if held > longest:
                     longest = held
@@ -513,7 +515,7 @@ class Router:
         if report.output_tokens:
             site.learner.decoded(report.output_tokens - 1, ended_s - first_token_s)
         site.speed = site.learner.speed()
-        if not was_measured:
+        if site.learner.measured and not was_measured:
             self._guess_speeds()
 
     def _guess_speeds(self) -> None:

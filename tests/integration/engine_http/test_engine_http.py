@@ -68,6 +68,14 @@ async def until(true: Callable[[], bool], limit_s: float = 1.0) -> bool:
     return True
 
 
+def into(got: list[bytes]) -> Callable[[bytes], bool]:
+    def take(data: bytes) -> bool:
+        got.append(data)
+        return True
+
+    return take
+
+
 class RawServer:
     """Answers each connection's requests with given bytes, and notes what it got."""
 
@@ -180,7 +188,7 @@ class TestRelay:
     ) -> None:
         answer = await client.send(ask(engine, script, max_tokens=20))
         got = [await answer.read(1.0)] if after_a_read else []
-        assert await answer.relay(lambda data: got.append(data) is None, 1.0, 5.0)
+        assert await answer.relay(into(got), 1.0, 5.0)
         if script == "compressed":
             assert b"".join(got).endswith(b"data: [DONE]\n\n")
         else:
@@ -214,7 +222,7 @@ class TestRelay:
     async def test_a_slow_stream_does_not(self, engine: ScriptedEngine, client: EngineClient) -> None:
         answer = await client.send(ask(engine, "normal?gap_ms=60&tokens=6"))
         got: list[bytes] = []
-        assert await answer.relay(lambda data: got.append(data) is None, 0.3, 5.0)
+        assert await answer.relay(into(got), 0.3, 5.0)
         assert len(got) > 3
 
     async def test_a_stream_that_flows_passes_the_total_deadline(
@@ -234,7 +242,7 @@ class TestRelay:
         answer = await client.send(ask(engine, f"cut?how={how}&after=3"))
         got: list[bytes] = []
         with pytest.raises(EngineLost):
-            await answer.relay(lambda data: got.append(data) is None, 1.0, 5.0)
+            await answer.relay(into(got), 1.0, 5.0)
         assert b"".join(got) == bytes(engine.truths[0].sent)
 
     async def test_a_defect_of_the_taker_is_raised_where_it_waits(
@@ -262,11 +270,11 @@ class TestRelay:
     ) -> None:
         first: list[bytes] = []
         answer = await client.send(ask(engine, "normal"))
-        assert await answer.relay(lambda data: first.append(data) is None, 1.0, 5.0)
+        assert await answer.relay(into(first), 1.0, 5.0)
         size = len(first)
         second: list[bytes] = []
         answer = await client.send(ask(engine, "normal"))
-        assert await answer.relay(lambda data: second.append(data) is None, 1.0, 5.0)
+        assert await answer.relay(into(second), 1.0, 5.0)
         assert client.open_count == 1
         assert len(first) == size
         assert b"".join(second) == bytes(engine.truths[1].sent)
