@@ -1,9 +1,9 @@
 """The process's side of limits: what it holds on lease, what it has spent of it, and what it must tell the store.
 
 Owns: spending from leases without I/O (`try_spend`), the plan of one atomic attempt and the merging of its reply, the
-settlement of tickets, and the plan of the background report. Does not own: the store's algorithm
-(`rate_limit.Buckets`), the connection and the clock (`adapters.limits_redis`). Pure: time is an argument (monotonic ns
-of this process).
+settlement of tickets, and the plan of the background report. Does not own: how much one lease should hold and when it
+is told of (`lease`), the store's algorithm (`rate_limit.Buckets`), the connection and the clock
+(`adapters.limits_redis`). Pure: time is an argument (monotonic ns of this process).
 
 A lease ends here before it ends in the store: its local end is counted from before the call was sent, and is shorter.
 Whatever is not certain is lost, never doubled: a call without an answer makes this process take a new lease id, so that
@@ -14,11 +14,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from controlplane.lease import (
+    FIRST_WISH,
+    IDLE_NS,
+    LEASE_LOCAL_NS,
+    RENEW_NS,
+    SLOT_LOCAL_NS,
+    Batch,
+    Lease,
+)
 from controlplane.rate_limit import (
     LEASE_WAIT_S,
     NO_LIMITS,
     SLOTS,
-    SMALL_PER_PROCESS,
     Admitted,
     Ask,
     Attempt,
@@ -29,7 +37,6 @@ from controlplane.rate_limit import (
     Refused,
     Reply,
     Ticket,
-    axis_of,
     capacity_of,
     state_of,
     wait_s,
@@ -37,81 +44,16 @@ from controlplane.rate_limit import (
 )
 from controlplane.tenancy import Limit
 
-# Local ends of leases: 10 % before the store's (1 s and 4 s), for clocks that run at different speeds.
-LEASE_LOCAL_NS = 900_000_000
-SLOT_LOCAL_NS = 3_600_000_000
 # A lease with less left than a call takes as a rule is not drawn on in one; a slower call is noticed in its reply.
 SURE_NS = 300_000_000
-# Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
-IDLE_NS = 700_000_000
-# A lease in use is renewed, and what was spent of it reported, this often.
-RENEW_NS = 450_000_000
-# Slots are renewed this often (they end after 4 s).
-SLOT_RENEW_NS = 1_000_000_000
 # Two grants closer than this: the lease is too small for the traffic, so the next wish doubles.
 BUSY_NS = 250_000_000
-# First wish: this many requests like the one that asked.
-FIRST_WISH = 4
-# A large limit lends each process this part of it divided by the processes: asking is dear, a second's loan is not.
-LEND_DIVISOR = 64
-# A wish never exceeds this part of a bucket.
-WISH_DIVISOR = 4
 # Spends of a small limit are reported at once; they reach the store within this time (a report interval and a call).
 REPORT_WAIT_S = 0.1
 # Leases in one report: bounds the time one call may hold the store.
 REPORT_MAX = 64
 # A limit not used for this long is forgotten.
 FORGET_NS = 60_000_000_000
-
-
-class Batch:
-    """The spends of one lease between two reports; `generation` is the store's pool they went to, once it answered."""
-
-    __slots__ = ("generation", "lost")
-
-    def __init__(self) -> None:
-        self.generation: int | None = None
-        self.lost = False
-
-
-class Lease:
-    """What this process holds of one limit. `left` may be spent until `valid_ns`; everything here is in tokens."""
-
-    __slots__ = (
-        "active", "axis", "base", "batch", "credits", "debt", "doubled", "granted_ns", "id", "in_use", "last_use_ns",
-        "left", "limit", "pending", "registered", "round", "small", "spent", "synced_ns", "target", "valid_ns",
-    )  # fmt: skip
-
-    def __init__(self, limit: Limit, lease_id: str, now_ns: int) -> None:
-        self.limit = limit
-        self.axis = axis_of(limit)
-        self.id = lease_id
-        self.left = 0
-        self.spent = 0
-        self.in_use = 0
-        self.pending = 0
-        self.valid_ns = now_ns
-        self.last_use_ns = now_ns
-        self.granted_ns = 0
-        self.doubled = False
-        self.synced_ns = now_ns
-        self.target = 0
-        self.base = limit.burst
-        self.round = 0
-        self.debt = 0
-        self.credits: list[tuple[Batch, int]] = []
-        self.batch = Batch()
-        self.active = False
-        self.small = False
-        self.registered = True
-
-    def held(self) -> int:
-        """Slots this process has: running, spare, and set aside for a request that is being decided."""
-        return self.in_use + self.left + self.pending
-
-    def busy(self) -> bool:
-        """Whether there is anything the store should hear of, now or later."""
-        return bool(self.left or self.spent or self.in_use or self.debt or self.credits or self.pending)
 
 
 @dataclass(slots=True)
@@ -157,6 +99,10 @@ class Leases:
         self._process_id = process_id
         self._leases: dict[str, Lease] = {}
         self._active: list[Lease] = []
+        """Those that the store may have to hear of: a round looks at each once, and at no other."""
+        self._looked_at_count = 0
+        self._idle: dict[str, Lease] = {}
+        """The others, by limit, in the order in which they fell idle."""
         self._unanswered: Report | None = None
         self._sequence = 0
         self._lease_number = 0
@@ -168,6 +114,11 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    @property
+    def active_count(self) -> int:
+        """Leases that each round looks at: those that hold, have spent or owe something."""
+        return len(self._active)
 
     # ---- the hot path
 
@@ -228,9 +179,10 @@ class Leases:
         return Plan(cost, parts, Attempt(self._process_id, 0, tuple(part.ask for part in parts)))
 
     def _part(self, lease: Lease, amount: int, now_ns: int) -> Part:
-        if now_ns + SURE_NS >= lease.valid_ns and not self._fresh(lease):
+        if now_ns + SURE_NS >= lease.valid_ns and not lease.fresh():
             self._rotate(lease)
-        lease.small = self._is_small(lease.limit)
+        lease.asked = amount
+        self._measure(lease)
         taken = min(lease.left, amount)
         need = amount - taken
         want = 0
@@ -238,7 +190,7 @@ class Leases:
             # Doubled once per grant, not once per request being decided: sixty of them in one tick are one sign.
             busy = now_ns - lease.granted_ns < BUSY_NS and not lease.doubled
             lease.doubled = lease.doubled or busy
-            lease.target = self._wish(lease, max(lease.target * (2 if busy else 1), FIRST_WISH * amount))
+            lease.target = lease.wish(max(lease.target * (2 if busy else 1), FIRST_WISH * amount), self.process_count)
             want = lease.target
         ask = Ask(lease.limit, lease.id, need=need, want=want, held=lease.held() if lease.axis == SLOTS else 0)
         lease.left -= taken
@@ -336,6 +288,12 @@ class Leases:
         assert worst is not None, "the store refuses only when a need is not met"
         return worst
 
+    def may_come_back(self, refused: Refused) -> bool:
+        """Whether what was missing may be on its way to the store, back from a request that has just ended: slots and
+        reserved tokens of a small limit, which are told of at once."""
+        lease = None if refused.limit is None else self._leases.get(refused.limit.limit_id)
+        return refused.reason is RefusalReason.RATE_LIMIT and lease is not None and lease.small and lease.axis != 0
+
     def abandon(self, plan: Plan) -> Refused:
         """The call's fate is unknown: give up every lease it touched; the store may have granted more under its id."""
         for part in plan.parts:
@@ -359,6 +317,7 @@ class Leases:
                 self._free_slot(lease, now_ns)
             elif reserved > useds[lease.axis]:
                 self._pay_back(lease, reserved - useds[lease.axis], batch)
+                self.urgent = self.urgent or lease.small
             elif reserved < useds[lease.axis]:
                 self._owe(lease, useds[lease.axis] - reserved, now_ns)
             self._activate(lease)
@@ -390,6 +349,7 @@ class Leases:
     def begin_round(self) -> None:
         """Start a round of reports: each lease is told of at most once in a round."""
         self._round += 1
+        self._looked_at_count = 0
         self.urgent = False
 
     def report(self, now_ns: int) -> Report | None:
@@ -397,12 +357,13 @@ class Leases:
         if self._unanswered is not None:
             return self._unanswered
         due: dict[str, Lease] = {}
-        for lease in self._active:
-            if lease.round != self._round and self._due(lease, now_ns):
+        while self._looked_at_count < len(self._active) and len(due) < REPORT_MAX:
+            lease = self._active[self._looked_at_count]
+            self._looked_at_count += 1
+            if lease.round != self._round and lease.due(now_ns):
                 due.setdefault(lease.limit.limit_id, lease)
-                if len(due) == REPORT_MAX:
-                    break
         if not due:
+            self._set_aside()
             self._forget(now_ns)
             return None
         return self._new_report(list(due.values()), now_ns)
@@ -426,6 +387,7 @@ class Leases:
             if lease.axis != SLOTS and lease.left and not bucket.known and lease.id == ask.lease_id:
                 self._rotate(lease)  # it ended in the store while the report was on its way
             self._take_grant(lease, ask, bucket, sent_ns)
+            self._activate(lease)
             lease.registered = lease.registered or lease.id == ask.lease_id
 
     def report_failed(self, report: Report) -> None:
@@ -454,38 +416,16 @@ class Leases:
         for lease in self._leases.values():
             self._rotate(lease)
 
-    def _due(self, lease: Lease, now_ns: int) -> bool:
-        if not lease.registered:
-            return True
-        if lease.debt or lease.credits:
-            # A small difference between reserved and used is no hurry: reported one by one they would cost a busy
-            # store more than the requests do.
-            large = lease.debt * LEND_DIVISOR > capacity_of(lease.limit)
-            return lease.small or large or now_ns - lease.synced_ns >= RENEW_NS
-        if lease.axis == SLOTS:
-            spare = lease.left > 0 and (lease.small or now_ns - lease.last_use_ns >= IDLE_NS)
-            return spare or (lease.held() > 0 and now_ns - lease.synced_ns >= SLOT_RENEW_NS) or self._low(lease)
-        if lease.left and now_ns - lease.last_use_ns >= IDLE_NS:
-            return True
-        if not lease.spent and not lease.left:
-            return False
-        low = self._low(lease) and lease.spent > 0
-        return lease.small or low or now_ns - lease.synced_ns >= RENEW_NS
-
-    @staticmethod
-    def _low(lease: Lease) -> bool:
-        return not lease.small and lease.left * 2 < lease.target
-
     def _tell(self, lease: Lease, now_ns: int) -> Ask:
-        if now_ns >= lease.valid_ns and not self._fresh(lease):
+        if now_ns >= lease.valid_ns and not lease.fresh():
             self._rotate(lease)
-        lease.small = self._is_small(lease.limit)
+        self._measure(lease)
         idle = now_ns - lease.last_use_ns >= IDLE_NS
         if idle:
             lease.target = 0
         keep = 0 if lease.small or idle else 2 * lease.target
         returned = max(0, lease.left - keep)
-        want = max(0, lease.target - lease.left) if self._low(lease) else 0
+        want = max(0, lease.target - lease.left) if lease.low() else 0
         credits = self._credits(lease)
         ask = Ask(
             lease.limit, lease.id, want=want, spent=lease.spent if lease.axis != SLOTS else 0, returned=returned,
@@ -525,9 +465,9 @@ class Leases:
         self._lease_number += 1
         return f"{self._process_id}.{self._lease_number}"
 
-    @staticmethod
-    def _fresh(lease: Lease) -> bool:
-        return lease.left == 0 and lease.spent == 0 and lease.held() == 0
+    def _measure(self, lease: Lease) -> None:
+        lease.measure(self.process_count)
+        lease.small = lease.small or not self._ahead
 
     def _rotate(self, lease: Lease) -> None:
         """Leave the old id to end in the store, and start a new one: spare is gone, running requests register again."""
@@ -546,37 +486,35 @@ class Leases:
             lease.active = True
             self._active.append(lease)
             self._leases.setdefault(lease.limit.limit_id, lease)
+            if self._idle.get(lease.limit.limit_id) is lease:
+                del self._idle[lease.limit.limit_id]
 
-    def _forget(self, now_ns: int) -> None:
-        still = []
+    def _set_aside(self) -> None:
+        """Take what the store need not hear of any more out of the rounds."""
+        busy = [lease for lease in self._active if lease.busy()]
+        if len(busy) == len(self._active):
+            return
         for lease in self._active:
             if lease.busy():
-                still.append(lease)
-            elif now_ns - lease.last_use_ns > FORGET_NS:
-                self._leases.pop(lease.limit.limit_id, None)
-                lease.active = False
-                self._forgotten.append(lease.limit)
-            else:
-                still.append(lease)
-        self._active = still
+                continue
+            lease.active = False
+            if self._leases.get(lease.limit.limit_id) is lease:  # not one that another has replaced meanwhile
+                self._idle[lease.limit.limit_id] = lease
+        self._active = busy
+
+    def _forget(self, now_ns: int) -> None:
+        """Drop limits that nobody has used for long. One that was used later than its turn says waits for the next."""
+        while self._idle:
+            limit_id, lease = next(iter(self._idle.items()))
+            if now_ns - lease.last_use_ns <= FORGET_NS:
+                return
+            del self._idle[limit_id], self._leases[limit_id]
+            self._forgotten.append(lease.limit)
 
     def forgotten(self) -> list[Limit]:
         """Limits that were forgotten since the last call."""
         gone, self._forgotten = self._forgotten, []
         return gone
-
-    def _is_small(self, limit: Limit) -> bool:
-        return not self._ahead or min(limit.amount, capacity_of(limit)) < SMALL_PER_PROCESS * self.process_count
-
-    def _wish(self, lease: Lease, tokens: int) -> int:
-        """How much to hold ahead: at least this process's share of a sixty-fourth of a large limit, at most a quarter.
-
-        Slots that a lost call leaves behind are gone for 4 s: never more ahead than are in use, and a few.
-        """
-        capacity = capacity_of(lease.limit)
-        if lease.axis == SLOTS:
-            return min(tokens, capacity // WISH_DIVISOR, max(FIRST_WISH, lease.in_use + lease.pending))
-        return min(max(tokens, capacity // (LEND_DIVISOR * self.process_count)), capacity // WISH_DIVISOR)
 
 
 def view_of(leases: list[Lease]) -> LimitView:

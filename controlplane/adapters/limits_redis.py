@@ -11,9 +11,11 @@ full one; `state().detail` says so otherwise. The server's clock must be slewed,
 
 **A restart of the server** may have lost admissions (appendonly everysec: up to 1 s; a snapshot: more; a failover to a
 replica: what was not replicated). The script compares the run id with the one stored; a new one empties every bucket,
-which then fills at its rate 2 s later: the bound holds, at the price of refusals right after a restart. A server that
-no living process ever used starts with full buckets; if it has just started, processes that knew an earlier life get
-1 s to say so first. What this cannot see: the server without persistence *and* every gateway process ending together.
+which then fills at its rate 2 s later: the bound holds, at the price of refusals right after a restart. An embedded
+server that was stopped cleanly, after its gateways, goes on with what is in it (`store_life`, `clean_stop`). A server
+that no living process ever used starts with full buckets; if it has just started, processes that knew an earlier life
+get 1 s to say so first. What this cannot see: the server without persistence *and* every gateway process ending at
+once.
 
 **Threads.** Calls are made by the blocking client in a few threads. In the event loop one call is half a dozen steps,
 each behind whatever else the loop has to do: on a saturated gateway that took longer than the deadline, and a store
@@ -33,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import orjson
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -40,6 +43,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.retry import Retry
 
 from controlplane import rate_limit
+from controlplane.adapters.clean_stop import FOLLOWS_KEY
 from controlplane.leases import Leases
 from controlplane.rate_limit import (
     LEASE_WAIT_S,
@@ -66,6 +70,8 @@ T = TypeVar("T")
 # The script beside this file; its SHA-1 is how Redis names it.
 _SCRIPT = Path(__file__).with_suffix(".lua").read_bytes()
 _SHA = hashlib.sha1(_SCRIPT, usedforsecurity=False).hexdigest()
+# One hash tag for all keys: see the module's note on keys. `clean_stop.FOLLOWS_KEY` has the same.
+_TAG = "{inferplane-limits}:"
 # Values per bucket in the script's reply, after its header of four.
 _REPLY_FIELDS = 6
 _REPLY_HEADER = 4
@@ -73,6 +79,10 @@ _REPLY_HEADER = 4
 _DECIDED, _STALE, _OPENING = 0, 1, 2
 # An attempt may be made again after the connection broke or the server was found restarted, within its deadline.
 _TRIES = 3
+# A serial client may arrive here before the slot or tokens of its last request are back from another process, which
+# tells of them at once: a refusal for want of them is looked at again after these waits, together
+# `leases.REPORT_WAIT_S`.
+_LOOK_AGAIN_S = (0.004, 0.016, 0.080)
 # Rounds of a report: 32 * 64 leases in one interval; the rest follows in the next.
 _REPORTS_PER_ROUND = 32
 
@@ -92,7 +102,6 @@ class LimitsOptions:
     connections: int = 8
     policy: str = "refuse"
     """Named in `state()`: what `admission` does while the store is gone."""
-    hash_tag: str = "inferplane-limits"
 
 
 class _StaleError(Exception):
@@ -122,7 +131,6 @@ class RedisLimits:
         self._leases = Leases(process_id)
         self._redis = _client(url, self._options)
         self._threads = ThreadPoolExecutor(self._options.connections, thread_name_prefix="limits-redis")
-        self._tag = "{" + self._options.hash_tag + "}:"
         self._run = ""
         self._memory_policy = "noeviction"
         self._uptime_s = 0
@@ -131,6 +139,8 @@ class RedisLimits:
         self._identifying = asyncio.Lock()
         self._asked: dict[str, asyncio.Future[None]] = {}
         """The latest call under way per first limit of a request; those who come meanwhile wait for its grant."""
+        self._looking: set[str] = set()
+        """Limits for which a refused request looks again."""
         self._wake = asyncio.Event()
         self._stopping = False
         self._loop_task: asyncio.Task[None] | None = None
@@ -146,9 +156,40 @@ class RedisLimits:
         return self._leases.try_spend(limits, cost, now_ns) if limits else Admitted(Ticket(cost, []), NO_LIMITS)
 
     async def admit(self, limits: tuple[Limit, ...], cost: Cost, now_ns: int) -> Admitted | Refused:
-        """One atomic attempt at the store, within the deadline. Never raises for a store that is gone."""
+        """One atomic attempt at the store, within the deadline. Never raises for a store that is gone.
+
+        Where what is missing may come back at any moment, one request at a time per limit looks again for 0.1 s.
+        """
         if not limits:
             return Admitted(Ticket(cost, []), NO_LIMITS)
+        decision = await self._admit_in_turn(limits, cost)
+        if isinstance(decision, Admitted) or not self._leases.may_come_back(decision):
+            return decision
+        return await self._look_again(limits, cost, decision)
+
+    async def _look_again(self, limits: tuple[Limit, ...], cost: Cost, refused: Refused) -> Admitted | Refused:
+        assert refused.limit is not None, "only what a limit refused may come back"
+        limit_id = refused.limit.limit_id
+        if limit_id in self._looking:
+            return refused  # more than one at once is no serial client, and a refused crowd must not load the store
+        self._looking.add(limit_id)
+        try:
+            for wait_s in _LOOK_AGAIN_S:
+                await asyncio.sleep(wait_s)
+                spare = self._leases.try_spend(limits, cost, self._clock())
+                decision = spare or await self._admit_in_turn(limits, cost)
+                if isinstance(decision, Admitted):
+                    return decision
+                if decision.reason is RefusalReason.STORE_UNAVAILABLE:
+                    return refused
+                refused = decision
+                if not self._leases.may_come_back(refused):
+                    break
+            return refused
+        finally:
+            self._looking.discard(limit_id)
+
+    async def _admit_in_turn(self, limits: tuple[Limit, ...], cost: Cost) -> Admitted | Refused:
         asked = self._asked.get(limits[0].limit_id)
         if asked is not None:
             # Somebody is asking for the same limits, and brings back more than one request's worth as a rule.
@@ -209,8 +250,8 @@ class RedisLimits:
         if await self._round():
             with contextlib.suppress(TimeoutError, OSError, RedisError):
                 async with asyncio.timeout(self._options.deadline_s):
-                    await self._call(lambda: self._redis.zrem(self._tag + "processes", self._process_id))
-                    await self._call(lambda: self._redis.hdel(self._tag + "reports", self._process_id))
+                    await self._call(lambda: self._redis.zrem(_TAG + "processes", self._process_id))
+                    await self._call(lambda: self._redis.hdel(_TAG + "reports", self._process_id))
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._redis.close()
 
@@ -297,22 +338,25 @@ class RedisLimits:
             return cast(list[int], connection.eval(_SCRIPT.decode(), len(keys), *keys, *arguments))
 
     def _keys(self, asks: Iterable[Ask]) -> list[str]:
-        tag = self._tag
-        return [tag + "store", tag + "processes", tag + "reports", *(f"{tag}b:{ask.limit.limit_id}" for ask in asks)]
+        own = (_TAG + "store", _TAG + "processes", _TAG + "reports", FOLLOWS_KEY)
+        return [*own, *(f"{_TAG}b:{ask.limit.limit_id}" for ask in asks)]
 
-    def _arguments(self, attempt: Attempt, *, just_read: bool) -> list[str | int]:
-        flat: list[str | int] = [
+    def _arguments(self, attempt: Attempt, *, just_read: bool) -> list[str | int | bytes]:
+        flat: list[str | int | bytes] = [
             self._run, int(just_read), int(self._met_before), int(self._met_other), self._uptime_s,
             self._process_id, attempt.sequence, int(self._options.opening_s * 1e6),
             rate_limit.LEASE_TTL_US, rate_limit.SLOT_TTL_US, rate_limit.RESTART_US, rate_limit.PROCESS_TTL_US,
             rate_limit.FORGET_US, rate_limit.SHARE_DIVISOR, rate_limit.MAX_POOLS,
         ]  # fmt: skip
-        for ask in attempt.asks:
-            limit = ask.limit
-            flat += (
-                int(axis_of(limit) == SLOTS), limit.amount, limit.period_s * 1_000_000, limit.burst, ask.lease_id,
-                ask.need, ask.want, ask.spent, ask.returned, ask.debt,
-                ",".join(f"{generation}:{tokens}" for generation, tokens in ask.credits), ask.held, int(ask.renew),
+        for limit, lease_id, need, want, spent, returned, debt, credits, held, renew in attempt.asks:
+            pools = ",".join([f"{generation}:{tokens}" for generation, tokens in credits])
+            flat.append(
+                orjson.dumps(
+                    (
+                        axis_of(limit) == SLOTS, limit.amount, limit.period_s * 1_000_000, limit.burst, lease_id,
+                        need, want, spent, returned, debt, pools, held, renew,
+                    )
+                )
             )  # fmt: skip
         return flat
 

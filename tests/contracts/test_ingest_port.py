@@ -94,6 +94,14 @@ def test_an_event_that_comes_twice_in_one_batch_is_stored_once(books: Books) -> 
     assert books.event_count == 1
 
 
+def test_a_batch_is_told_what_became_of_its_events(books: Books) -> None:
+    another = join(an_open(1), a_close(1)._replace(output_tokens=7))
+    assert another.payload_hash != an_event(1).payload_hash
+    books.port.write(IngestBatch([an_event(1)]))
+    report = books.port.write(IngestBatch([another, an_event(1), an_event(2)]))
+    assert (report.inserted, report.duplicates, report.conflicting, report.quarantined) == (1, 1, 1, 0)
+
+
 def test_refusals_count_again_when_the_offset_moved(books: Books) -> None:
     books.port.write(IngestBatch((), [a_refusal(3)], (), [SpoolOffset("node-1", "a", 1, 500)]))
     books.port.write(IngestBatch((), [a_refusal(2)], (), [SpoolOffset("node-1", "a", 2, 0)]))

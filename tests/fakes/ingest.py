@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from billing.adapters.ingest import IngestBatch, Quarantined, SpoolOffset
+from billing.adapters.ingest import IngestBatch, IngestReport, Quarantined, SpoolOffset
 from billing.usage_event import Refusal, UsageEvent
 
 
@@ -36,7 +36,7 @@ class FakeIngest:
         self.offsets: dict[tuple[str, str], SpoolOffset] = {}
         self.batches: list[IngestBatch] = []
 
-    def write(self, batch: IngestBatch) -> object:
+    def write(self, batch: IngestBatch) -> IngestReport:
         """Store the batch."""
         if self.is_down:
             raise IngestFault("connection to postgresql://user:secret@host/db refused")
@@ -44,6 +44,7 @@ class FakeIngest:
         if fault == "before":
             raise IngestFault("the server closed the connection")
         self.batches.append(batch)
+        new_count, conflicting_count = len(self.events), len(self.conflicts)
         for event in batch.events:
             known = self.events.setdefault(event.event_id, event)
             if known is event:
@@ -52,6 +53,7 @@ class FakeIngest:
                 self.duplicate_count += 1
             else:
                 self.conflicts.append(event)
+        new_count, conflicting_count = len(self.events) - new_count, len(self.conflicts) - conflicting_count
         moved = {self._put(offset) for offset in batch.offsets}
         tracked = {(offset.node, offset.incarnation) for offset in batch.offsets}
         for one in batch.refusals:
@@ -61,7 +63,8 @@ class FakeIngest:
             self.quarantined[bytes_kept.quarantine_id] = bytes_kept
         if fault == "after":
             raise IngestFault("the answer to the commit was lost")
-        return None
+        known_count = len(batch.events) - new_count - conflicting_count
+        return IngestReport(new_count, known_count, conflicting_count)
 
     def offset(self, node: str, incarnation: str) -> SpoolOffset | None:
         """What is stored for this writer."""

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from controlplane.leases import LEASE_LOCAL_NS, SLOT_LOCAL_NS, Batch, Lease, Leases, Plan
+from controlplane.lease import LEASE_LOCAL_NS, SLOT_LOCAL_NS, Batch, Lease
+from controlplane.leases import Leases, Plan
 from controlplane.rate_limit import (
     RESTART_US,
     SLOTS,
@@ -32,6 +33,7 @@ from controlplane.rate_limit import (
     Ticket,
 )
 from controlplane.tenancy import Dimension, Limit
+from tests.exploring import examples
 
 # A process gives a call up after this long; the store may still execute it.
 DEADLINE_US = 800_000
@@ -320,7 +322,7 @@ def long_schedule(seed: int) -> list[Op]:
     ]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(limits=LIMITS, ops=OPS | st.integers(0, 2**32).map(long_schedule))
 def test_no_interval_admits_more_than_the_bound(limits: tuple[Limit, ...], ops: list[Op]) -> None:
     assert overshoot(replay(limits, ops)) == ""

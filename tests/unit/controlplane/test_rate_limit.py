@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controlplane.leases import IDLE_NS, LEASE_LOCAL_NS, RENEW_NS, SLOT_LOCAL_NS, Leases, Plan
+from controlplane.lease import IDLE_NS, LEASE_LOCAL_NS, RENEW_NS, SLOT_LOCAL_NS
+from controlplane.leases import Leases, Plan
 from controlplane.rate_limit import (
     LEASE_TTL_US,
     RESTART_US,
@@ -282,6 +283,40 @@ def test_a_small_limit_holds_nothing_in_advance() -> None:
     assert pair.leases.urgent
 
 
+def test_nothing_is_held_ahead_of_a_limit_that_another_process_could_hold_whole() -> None:
+    pair = Pair()
+    hundred = limit(Dimension.OUTPUT_TOKENS, 100, 86_400)
+    other = Attempt("another process", 0, ())
+    pair.store.attempt(other, pair.now_ns // 1_000)
+    for size, ahead in ((25, True), (26, False)):
+        admitted = pair.admit((hundred,), Cost(0, size))
+        assert isinstance(admitted, Admitted)
+        assert (pair.level(hundred) < 100 - size) == ahead
+        pair.leases.urgent = False
+        pair.leases.settle(admitted.ticket, Cost(0, 0), pair.now_ns)
+        assert pair.leases.urgent == (not ahead)
+        pair.now_ns += 0 if not ahead else IDLE_NS
+        pair.report()
+        assert pair.level(hundred) == 100
+
+
+def test_what_a_running_request_holds_may_come_back_and_what_was_used_does_not() -> None:
+    pair = Pair()
+    cap, three, hundred = limit(Dimension.CONCURRENCY, 1, name="cap"), limit(Dimension.REQUESTS, 3), TOKENS
+    pair.admit((cap, three))
+    refused = pair.admit((cap, three))
+    assert isinstance(refused, Refused)
+    assert pair.leases.may_come_back(refused)
+    for _ in range(2):
+        pair.admit((three,))
+    refused = pair.admit((three,))
+    assert isinstance(refused, Refused)
+    assert not pair.leases.may_come_back(refused)
+    too_large = pair.admit((hundred,), Cost(0, 10_001))
+    assert isinstance(too_large, Refused)
+    assert not pair.leases.may_come_back(too_large)
+
+
 def test_unspent_tokens_go_back_when_idle() -> None:
     pair = Pair()
     pair.admit((WIDE,))
@@ -385,6 +420,30 @@ def test_a_forgotten_limit_whose_request_still_runs_is_remembered_at_its_end() -
     before = pair.level(TOKENS)
     pair.report()
     assert pair.level(TOKENS) == before - 2_000
+
+
+def test_rounds_look_only_at_limits_in_use_and_idle_ones_are_forgotten() -> None:
+    pair = Pair()
+    many = [limit(Dimension.REQUESTS, 1_000, 3_600, name=f"l{n}") for n in range(200)]
+    for one in many:
+        pair.admit((one,))
+    pair.report()
+    assert pair.leases.active_count == 200
+    pair.now_ns += IDLE_NS
+    pair.admit((many[7],))
+    assert pair.report() == 200
+    pair.report()
+    assert pair.leases.active_count == 1
+    for _ in range(50):
+        pair.now_ns += SECOND
+        pair.admit((many[7],))
+        pair.report()
+    assert len(pair.leases) == 200
+    for _ in range(20):
+        pair.now_ns += SECOND
+        pair.admit((many[7],))
+        pair.report()
+    assert len(pair.leases) == 1
 
 
 def test_too_large_is_said_without_asking() -> None:
