@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export UV_NO_PROGRESS := 1
 
-.PHONY: help setup demo test lint format bench docs glossary requirements test-faults clean
+.PHONY: help setup demo test fuzz lint format bench docs glossary requirements test-faults clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ lint: setup ## Style, types and the import law.
 
 test: setup lint ## All that CI runs: lint, then every test that needs no GPU (PYTEST_ARGS="-k spool").
 	@$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+fuzz: setup ## Properties with new random examples, ten times as many as in `make test`; about 8 minutes (PYTEST_ARGS="-k spool").
+	@HYPOTHESIS_PROFILE=explore $(PY) -m pytest -n $(PYTEST_WORKERS) --timeout 3600 tests/properties $(PYTEST_ARGS)
 
 test-faults: setup ## 60 and more seeded kills of everything under load, about 5 minutes; `make test` runs 15 of them.
 	@INFERPLANE_FAULT_SEEDS=$${INFERPLANE_FAULT_SEEDS:-12} $(PY) -m pytest -m faults $(PYTEST_ARGS)

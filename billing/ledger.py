@@ -2,8 +2,8 @@
 
 Owns: accounts and their names, `Transfer` (a posting with entries that sum to zero), how a batch of rated events of
 one org, price version, currency and period becomes one transfer, how a correction becomes another, which period a
-usage time is posted to, and the hash that seals a closed period. Does not own: prices (`pricing`), storage
-(`adapters.ingest`), or rounding (`money`).
+usage time is posted to, the ids that a time can have, and the hash that seals a closed period. Does not own: prices
+(`pricing`), storage (`adapters.ingest`), or rounding (`money`).
 
 Signs: a debit is positive, a credit negative. `receivable:{org}` is what an org owes us; `revenue:{sku}` is what we
 earned; `rounding` takes what an invoice rounds away. One transfer covers many events, because a row per event and SKU
@@ -28,6 +28,14 @@ from billing.usage_event import UsageEvent
 NS_PER_S = 1_000_000_000
 # An event id is 128 bits (UUIDv7).
 _XOR_DIGITS = 32
+# A UUIDv7 begins with its time: 48 bits of Unix milliseconds (RFC 9562, 5.7), which are 12 hex digits.
+_ID_TIME_DIGITS = 12
+_LAST_ID_MS = 16**_ID_TIME_DIGITS - 1
+_NS_PER_MS = 1_000_000
+# How far the time in an event's id may lie from the times that the event states, for the id to tell where it is looked
+# for. An id is made between arrival and end of a request, by the same clock; the longest request is half of this
+# (`INFERPLANE_TOTAL_TIMEOUT_S`, 1,800 s). The trigger `usage_event_misdated` notes every event that is further off.
+ID_MARGIN_NS = 3_600 * NS_PER_S
 
 
 class PostingKind(StrEnum):
@@ -148,6 +156,18 @@ def period_for(usage_ns: int, is_closed: Callable[[str], bool]) -> Period:
     while is_closed(period.period_id):
         period = month_of(period.ends_ns)
     return period
+
+
+def event_id_floor(at_ns: int) -> str:
+    """12 hex digits: in byte order not above any UUIDv7 of this Unix time or later, and above any of an earlier ms."""
+    return f"{min(max(0, at_ns // _NS_PER_MS), _LAST_ID_MS):0{_ID_TIME_DIGITS}x}"
+
+
+def time_of_id(event_id: str) -> int | None:
+    """The Unix time (ns, whole ms) at which an id was made; None for an id that is no UUIDv7."""
+    if event_id[_ID_TIME_DIGITS : _ID_TIME_DIGITS + 1] != "7":
+        return None
+    return int(event_id[:_ID_TIME_DIGITS], 16) * _NS_PER_MS
 
 
 def require_open(period_id: str, is_closed: Callable[[str], bool]) -> None:

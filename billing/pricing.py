@@ -1,8 +1,8 @@
 """What an event costs: immutable, effective-dated price books and the rating of events by them.
 
-Owns: `PriceBook`, `PriceSchedule` (which book holds for an org at a time), `rate` (event and book to exact lines) and
-`upper_bound` (what a request can cost at most, before it runs). Does not own: where books are stored
-(`adapters.books_sql`), how charges become entries (`ledger`), or rounding (`money`).
+Owns: `PriceBook`, `PriceSchedule` (which book holds for an org at a time) and `rate` (event and book to exact lines).
+Does not own: where books are stored (`adapters.books_sql`), how charges become entries (`ledger`), or rounding
+(`money`).
 
 A price is a whole number of micro-USD per 1,000,000 tokens: tokens x price is exact picodollars, so there is no
 division and no rounding here. A book never changes; what changes is which book is in force, by time. An event is
@@ -26,9 +26,9 @@ DEFAULT_TIER = "default"
 # The columns that hold prices are signed 64-bit integers.
 _PRICE_LIMIT = 2**63
 # Tier names of the wire that mean "no particular tier" (reference gateway 2.3).
-_NO_TIER = frozenset({None, "", "auto"})
+UNTIERED = frozenset({"", "auto"})
 # What an attempt that the engine failed is: free, unless the client had got something.
-_ENGINE_FAILED = frozenset({Outcome.FAILED, Outcome.REJECTED_BY_ENGINE})
+ENGINE_FAILED = frozenset({Outcome.FAILED, Outcome.REJECTED_BY_ENGINE})
 
 
 class Sku(StrEnum):
@@ -80,10 +80,6 @@ class PriceBook:
             if found is not None:
                 return found
         return None
-
-    def tiers(self, model: str) -> frozenset[str]:
-        """The tiers in which the book names prices for this model."""
-        return frozenset(tier for name, tier, _ in self.prices if name == model)
 
     def covers(self, at_ns: int) -> bool:
         """Whether the book may hold at this time (a later book of its scope may still take its place)."""
@@ -191,7 +187,7 @@ def billed_model(event: UsageEvent) -> str:
 def billed_tier(event: UsageEvent) -> str:
     """The tier that was served, which is what is billed (reference gateway 2.3); else the one asked for."""
     for tier in (event.close.tier_served, event.open.tier_asked):
-        if tier is not None and tier not in _NO_TIER:
+        if tier is not None and tier not in UNTIERED:
             return tier
     return DEFAULT_TIER
 
@@ -199,7 +195,7 @@ def billed_tier(event: UsageEvent) -> str:
 def is_billable(event: UsageEvent) -> bool:
     """Whether the event is charged: its request's billed attempt, and not one that failed before the first token."""
     close = event.close
-    return close.billable and not (close.first_token_ns is None and close.outcome in _ENGINE_FAILED)
+    return close.billable and not (close.first_token_ns is None and close.outcome in ENGINE_FAILED)
 
 
 def known_counts(event: UsageEvent) -> tuple[tuple[Sku, int | None], ...]:
@@ -230,32 +226,25 @@ def rate(event: UsageEvent, book: PriceBook | None) -> Charge:
         return Charge(version, currency, (), 0, _FREE)
     if book is None:
         return Charge(version, None, (), None, _NO_PRICE)
-    model, tier = billed_model(event), billed_tier(event)
+    lines = sell(book, billed_model(event), billed_tier(event), known_counts(event))
+    if lines is None:
+        return Charge(version, currency, (), None, _NO_PRICE)
+    amount = sum(line.amount_pico for line in lines)
+    return Charge(version, currency, lines, amount, _NO_FLAGS if counts_are_known(event) else _PARTLY_KNOWN)
+
+
+def sell(
+    book: PriceBook, model: str, tier: str, counts: Iterable[tuple[Sku, int | None]]
+) -> tuple[ChargeLine, ...] | None:
+    """The lines of these counts (tokens, of one event or summed over several); None when the book has no price."""
     lines = []
-    for sku, tokens in known_counts(event):
+    for sku, tokens in counts:
         price = book.price(model, tier, sku)
         if price is None:
-            return Charge(version, currency, (), None, _NO_PRICE)
+            return None
         if tokens:
             lines.append(ChargeLine(model, tier, sku, tokens, price))
-    amount = sum(line.amount_pico for line in lines)
-    return Charge(version, currency, tuple(lines), amount, _NO_FLAGS if counts_are_known(event) else _PARTLY_KNOWN)
-
-
-def upper_bound(book: PriceBook, model: str, tier: str | None, *, input_tokens: int, output_tokens: int) -> int | None:
-    """The most that a request can cost, in picodollars; None when the book does not sell the model.
-
-    Every input token at the dearest of the input SKUs. `tier` None (the caller let us choose): the dearest tier.
-    """
-    tiers = book.tiers(model) if tier in _NO_TIER else frozenset({str(tier)})
-    bounds = []
-    for level in tiers:
-        prices = {sku: book.price(model, level, sku) for sku in Sku}
-        output = prices.pop(Sku.OUTPUT)
-        inputs = [price for price in prices.values() if price is not None]
-        if output is not None and inputs:
-            bounds.append(input_tokens * max(inputs) + output_tokens * output)
-    return max(bounds, default=None)
+    return tuple(lines)
 
 
 def _check_book(book: PriceBook) -> None:

@@ -1,9 +1,9 @@
 """Whether the books are exact, and what exactly is wrong where they are not.
 
 Owns: the comparison of events with their price book, of postings with their events and entries, of roll-ups with
-events, and of events with the spool and with engine counters; each difference is named. Does not own: reading
-(`adapters.reconcile_sql`) or repair. It is pure and works on one posting or one stretch of minutes at a time, so that
-tables of any size are checked in bounded memory.
+events, and of events with the spool and with engine counters; each difference is named. Does not own: reading and
+adding up (`adapters.reconcile_sql`, `adapters.event_sums`) or repair. It is pure and works on one posting or one
+stretch of minutes at a time, so that tables of any size are checked in bounded memory.
 
 Exact means: what each event costs by its book = what it says = what its posting's entries say = what the roll-ups say
 (= the spool, = engine counters less estimated events, where given), to the picodollar and the token. A posting and a
@@ -18,9 +18,12 @@ from enum import StrEnum
 from typing import Protocol
 
 from billing.ledger import Correction, Entry, PostingKind, receivable, revenue
-from billing.pricing import Charge, ChargeFlag, PriceBook, rate
+from billing.pricing import Charge, ChargeFlag, PriceBook, Sku, rate, sell
 from billing.rollup import SUMS, RollupKey, RollupSums, xor_id
 from billing.usage_event import UsageEvent, payload_hash
+
+_UNPRICED = frozenset({ChargeFlag.UNPRICED})
+_FREE = frozenset({ChargeFlag.NOT_BILLABLE})
 
 
 class Kind(StrEnum):
@@ -107,8 +110,7 @@ def charge_of(stored: StoredEvent, books: Books) -> Charge:
     """What the event costs by the book it was rated by. One that had no price when it came stays without one."""
     event = stored.event
     if stored.amount_pico is None and stored.posting_id is None:
-        unpriced = frozenset({ChargeFlag.UNPRICED})
-        return Charge(event.open.price_version, stored.currency, (), None, unpriced)
+        return Charge(event.open.price_version, stored.currency, (), None, _UNPRICED)
     charge = rate(event, books(event.open.price_version))
     return charge if charge.currency == stored.currency else _in_currency(charge, stored.currency)
 
@@ -131,6 +133,35 @@ def check_event(stored: StoredEvent, charge: Charge, books: Books) -> list[Diffe
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class EventGroup:
+    """What the database added up over events that are rated alike. Rating is linear, so the sums are rated as one."""
+
+    price_version: str | None
+    currency: str | None
+    model: str
+    tier: str
+    is_unrated: bool
+    """They had no price when they came, and stay without."""
+    is_billed: bool
+    tokens: tuple[tuple[Sku, int], ...]
+    """By SKU; a count that is not known adds nothing."""
+
+
+def charge_of_group(group: EventGroup, books: Books) -> Charge:
+    """What `charge_of` gives for the events of the group, added up."""
+    version, currency = group.price_version, group.currency
+    if group.is_unrated:
+        return Charge(version, currency, (), None, _UNPRICED)
+    if not group.is_billed:
+        return Charge(version, currency, (), 0, _FREE)
+    book = books(version)
+    lines = None if book is None else sell(book, group.model, group.tier, group.tokens)
+    if lines is None:
+        return Charge(version, currency, (), None, _UNPRICED)
+    return Charge(version, currency, lines, sum(line.amount_pico for line in lines))
+
+
 Leg = tuple[str, str, str]
 """(account, model, tier): what a posting has one entry for."""
 
@@ -145,16 +176,12 @@ class PostingTally:
     sold: dict[Leg, tuple[int, int]] = field(default_factory=dict)
     """(tokens, picodollars) by leg; credits are negative."""
 
-    def add(self, event_id: str, charge: Charge) -> None:
-        """Count an event and its charge in."""
-        self.count(event_id)
-        self.add_charge(charge, 1)
-
-    def count(self, event_id: str) -> None:
-        """Count an event in without its money."""
-        self.event_count += 1
-        self.event_xor ^= int(event_id, 16)
-        self.first_event_id = self.first_event_id or event_id
+    def count(self, event_xor: str, event_count: int = 1, first_event_id: str = "") -> None:
+        """Count events in without their money: one by its id, or several by the XOR and the first of their ids."""
+        first = first_event_id or event_xor
+        self.event_count += event_count
+        self.event_xor ^= int(event_xor, 16)
+        self.first_event_id = min(self.first_event_id or first, first)
 
     def add_charge(self, charge: Charge, sign: int) -> None:
         """Count lines in without counting an event."""
@@ -258,6 +285,21 @@ class EngineTokens:
     """The engine counts only what it computed (llama.cpp), not the whole prompt (vLLM, SGLang)."""
 
 
+class EngineWork(Protocol):
+    """What an event says that the engine did: the close of an event, or a row of it."""
+
+    @property
+    def estimated(self) -> bool: ...
+    @property
+    def uncached_input_tokens(self) -> int | None: ...
+    @property
+    def cached_input_tokens(self) -> int | None: ...
+    @property
+    def cache_write_tokens(self) -> int | None: ...
+    @property
+    def output_tokens(self) -> int | None: ...
+
+
 @dataclass(slots=True)
 class EngineTally:
     """What the events say that an engine did; estimated ones are left out. Mutable: fed one by one, keeps no event."""
@@ -267,15 +309,14 @@ class EngineTally:
     output_tokens: int = 0
     estimated_event_count: int = 0
 
-    def add(self, event: UsageEvent) -> None:
+    def add(self, work: EngineWork) -> None:
         """Count an event in, billed or not: the engine did the work."""
-        close = event.close
-        if close.estimated or close.uncached_input_tokens is None or close.output_tokens is None:
+        if work.estimated or work.uncached_input_tokens is None or work.output_tokens is None:
             self.estimated_event_count += 1
             return
-        self.uncached_input_tokens += close.uncached_input_tokens + (close.cache_write_tokens or 0)
-        self.cached_input_tokens += close.cached_input_tokens or 0
-        self.output_tokens += close.output_tokens
+        self.uncached_input_tokens += work.uncached_input_tokens + (work.cache_write_tokens or 0)
+        self.cached_input_tokens += work.cached_input_tokens or 0
+        self.output_tokens += work.output_tokens
 
 
 def check_engine(name: str, counters: EngineTokens, tally: EngineTally) -> list[Difference]:

@@ -96,9 +96,9 @@ class RollupSums:
 
     def xor(self, event_id: str) -> None:
         """Take an event id into the XOR."""
-        number = int(event_id, 16)
-        self.event_xor_high ^= signed_half(number >> _HALF_BITS)
-        self.event_xor_low ^= signed_half(number & _HALF_MASK)
+        high, low = halves(event_id)
+        self.event_xor_high ^= high
+        self.event_xor_low ^= low
 
 
 _PICO_OF = {
@@ -116,6 +116,12 @@ XOR_SUMS = frozenset({"event_xor_high", "event_xor_low"})
 def signed_half(half: int) -> int:
     """64 unsigned bits as the signed number with the same bits."""
     return half - 2 * _SIGN if half >= _SIGN else half
+
+
+def halves(event_id: str) -> tuple[int, int]:
+    """The signed halves of 32 hex digits: an id, or an XOR of ids."""
+    number = int(event_id, 16)
+    return signed_half(number >> _HALF_BITS), signed_half(number & _HALF_MASK)
 
 
 def xor_id(high: int, low: int) -> str:

@@ -26,6 +26,7 @@ from billing.adapters.shipper_status import STATUS_STALE_S, read_status
 from billing.adapters.usage_sql import SqlReports
 from controlplane.adapters.admin_http import AdminDeps, build_admin_app
 from controlplane.adapters.admin_prices import SqlPrices
+from controlplane.adapters.admin_reconcile import RedisReconciles
 from controlplane.adapters.catalog_sql import CatalogStore
 from controlplane.adapters.decisions_redis import RedisDecisions
 from controlplane.adapters.engine_http import EngineClient
@@ -174,7 +175,8 @@ class Gateway:
                 settings.total_timeout_s,
             ),
         )
-        self._ops = OpsRoutes(self._readiness, self._telemetry.render)
+        reconciles = RedisReconciles(self._redis)
+        self._ops = OpsRoutes(self._readiness, self._telemetry.render, reconciles)
         announcer = RedisAnnouncer(settings.redis_url) if settings.redis_url.get_secret_value() else None
         store = KeyStore(self._engine, self._pepper, announce=announcer)
         self._admin = build_admin_app(
@@ -186,6 +188,7 @@ class Gateway:
                 reports=SqlReports(self._engine),
                 prices=SqlPrices(store.db),
                 decisions=self._decisions,
+                reconciles=reconciles,
             )
         )
 

@@ -1,8 +1,9 @@
 """The fixtures every test may ask for, and two rules of the suite.
 
 Owns: names and scopes of the real services (`services.py` starts them), the rule that a skip is a failure where
-INFERPLANE_NO_SKIP=1 says so (CI), and the rule that no test leaves a process behind. Each pytest-xdist worker has its
-own servers. Only loopback and Unix sockets may be connected to (`--allow-hosts` in pyproject.toml).
+INFERPLANE_NO_SKIP=1 says so (CI), the rule that no test leaves a process behind, and that Hypothesis draws the same
+examples in every run (`exploring.py`). Each pytest-xdist worker has its own servers. Only loopback and Unix sockets may
+be connected to (`--allow-hosts` in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import psutil
 import pytest
 
 from controlplane.adapters.embedded import EmbeddedRedis
-from tests import services
+from tests import exploring, services
+
+# Before any test module makes its settings: they inherit from the profile.
+exploring.load_profile()
 
 # Set by CI: a skipped test fails the run, so that a missing service is seen.
 NO_SKIP = os.environ.get("INFERPLANE_NO_SKIP", "") == "1"

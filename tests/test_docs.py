@@ -26,6 +26,8 @@ from billing.adapters.shipper_status import ShipperStatus
 from controlplane.__main__ import build_app, command_plugins
 from controlplane.adapters.admin_catalog import catalog_routes
 from controlplane.adapters.admin_prices import price_routes
+from controlplane.adapters.admin_reconcile import ReconcileResult
+from controlplane.adapters.admin_reconcile import families as reconcile_families
 from controlplane.adapters.admin_reports import report_routes
 from controlplane.adapters.admin_tenancy import tenancy_routes
 from controlplane.adapters.key_feed import FeedState
@@ -94,6 +96,8 @@ def test_every_metric_is_documented_with_its_labels() -> None:
     metrics = Metrics(registry)
     rows = dict(re.findall(r"^\| `(inferplane_[a-z_]+)` \| (.*?) \|", OPERATIONS, re.MULTILINE))
     made = {}
+    for family in reconcile_families(ReconcileResult(1, 1.0, True, 1, 0, (), 0), now_ns=2):
+        made[family.name] = ", ".join(family._labelnames) or "-"
     for metric in vars(metrics).values():
         described = metric.describe()[0]
         labels = [*metric._labelnames]

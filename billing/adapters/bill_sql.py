@@ -1,7 +1,8 @@
 """What an org owes for a stretch of time, as lines that add up.
 
-Owns: the query over the roll-ups and the rounding of each line by the currency's exponent. Does not own: rounding
-itself (`money.round_lines`), the exact sums (`rollup`), or the numbering and sending of invoices.
+Owns: the query over the roll-ups, the rounding of each line by the currency's exponent, and whom a bill is asked for
+(an org's id or name). Does not own: rounding itself (`money.round_lines`), the exact sums (`rollup`), the orgs
+(`controlplane.adapters.tenancy_tables`; two of their columns are read here), or the numbering and sending of invoices.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from billing.adapters.currencies import currency_exponent
 from billing.adapters.sql import pico_sum, read
 from billing.adapters.tables import UsageRollupRow, table
 from billing.adapters.usage_sql import complete_to_ns
+from billing.errors import ReportQueryError
 from billing.ledger import NS_PER_S
 from billing.money import decimal_text, minor_text, round_lines
 from billing.pricing import Sku
 
 _ROLLUP = table(UsageRollupRow)
+# What is read of the tenants: migration 0002 makes the table.
+_ORG = sa.table("org", sa.column("id", sa.String), sa.column("name", sa.String))
 # (SKU, its tokens, its money) of a roll-up row.
 _SKU_COLUMNS = (
     (Sku.INPUT, _ROLLUP.c.uncached_input_tokens, _ROLLUP.c.input_pico),
@@ -108,10 +112,25 @@ def bills(engine: Engine, org_id: str, from_s: int, to_s: int) -> list[Bill]:
     return found
 
 
-def has_usage(engine: Engine, org_id: str) -> bool:
-    """Whether anything was ever metered for an org: tells an empty time from a name that is no org's id."""
+def org_id_of(engine: Engine, org: str) -> str:
+    """The id of the org that `org` names: an id (with a row of its own, or only with usage) or an exact name.
+
+    Raises ReportQueryError when there is none, or when it is the id of one org and the name of another.
+    """
     with read(engine) as connection:
-        return (
-            connection.execute(sa.select(_ROLLUP.c.org_id).where(_ROLLUP.c.org_id == org_id).limit(1)).first()
-            is not None
+        rows = connection.execute(sa.select(_ORG.c.id, _ORG.c.name).where(sa.or_(_ORG.c.id == org, _ORG.c.name == org)))
+        names = {row.id: row.name for row in rows}
+        used = sa.select(_ROLLUP.c.org_id).where(_ROLLUP.c.org_id == org).limit(1)
+        is_id = org in names or connection.execute(used).first() is not None
+    others = [org_id for org_id, name in names.items() if name == org and org_id != org]
+    if is_id and others:
+        first = f"its name ({names[org]})" if org in names else "another id"
+        raise ReportQueryError(
+            f"org is {org!r}, the id of one org and the name of another; {first} for the first, "
+            f"or its id ({others[0]}) for the second was expected.",
+            "org",
         )
+    if not is_id and not others:
+        expected = "the id or the exact name of an org was expected (inferplane orgs list)"
+        raise ReportQueryError(f"org is {org!r}; {expected}.", "org")
+    return org if is_id else others[0]

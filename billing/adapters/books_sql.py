@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
+from billing.adapters.partitions_sql import within
 from billing.adapters.sql import is_sqlite, read, write
 from billing.adapters.tables import EntryRow, PeriodRow, PostingRow, PriceBookRow, PriceRow, UsageEventRow, table
 from billing.errors import PriceBookError
@@ -32,6 +33,8 @@ _ENTRY = table(EntryRow)
 _EVENT = table(UsageEventRow)
 # Postings read at once while a period is sealed or reconciled: about 10 entries each.
 POSTINGS_PER_CHUNK = 500
+# The last Unix ns that a column holds.
+_LAST_NS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,8 @@ def _refuse_rewriting(connection: Connection, book: PriceBook) -> None:
         query = query.where(_EVENT.c.org_id == book.org_id)
     if book.valid_until_ns is not None:
         query = query.where(_EVENT.c.received_ns < book.valid_until_ns)
+    until_ns = _LAST_NS if book.valid_until_ns is None else book.valid_until_ns
+    query = query.where(*within(connection, book.valid_from_ns, until_ns))
     if connection.execute(query.limit(1)).first() is not None:
         raise PriceBookError(
             f"Price book {book.version} holds from a time whose usage is already billed; give a later valid_from, "

@@ -22,6 +22,7 @@ from billing import ledger, rollup
 from billing.adapters import books_sql, ingest_sql
 from billing.adapters.event_rows import from_row
 from billing.adapters.ingest_sql import Raced
+from billing.adapters.partitions_sql import within
 from billing.adapters.sql import is_sqlite, write
 from billing.adapters.tables import UsageCorrectionRow, UsageEventRow, table
 from billing.errors import StoreUnavailable
@@ -114,6 +115,7 @@ def _rows(connection: Connection, scope: Scope, last: str) -> list[Any]:
         # Nothing ends before it came in; this is the time that has an index.
         _EVENT.c.ended_ns >= scope.from_ns,
         _EVENT.c.received_ns < scope.until_ns,
+        *within(connection, scope.from_ns, scope.until_ns),
     )
     if scope.org_id is not None:
         query = query.where(_EVENT.c.org_id == scope.org_id)

@@ -1,12 +1,14 @@
 """A usage event as a row of `usage_event`, and back.
 
-Owns: the order of the columns and both conversions. Does not own: the table (`tables`) or the event (`usage_event`).
+Owns: the order of the columns, both conversions, and the payload hash of a row without making an event of it. Does
+not own: the table (`tables`) or the event and its hash (`usage_event`; a test holds the two hashes to each other).
 Rows are made by attribute getters in C, because this runs once per event of the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -36,6 +38,14 @@ _rest_of_close = itemgetter(*(name for name in CLOSE_KINDS if name != "outcome")
 
 if next(iter(CLOSE_KINDS)) != "outcome":
     raise ImportError("The outcome is no longer the first field of a close; from_row must follow.")
+# What the payload hash is over, in the order of its JSON: every field but the rating (`usage_event.payload_hash`).
+_CONTENT = tuple(sorted((*_OPEN_FIELDS, *_CLOSE_FIELDS)))
+CONTENT_COLUMNS = tuple(_COLUMN_OF.get(name, name) for name in _CONTENT)
+"""The columns of `content_hash`, in order."""
+_FLAGS = tuple(name for name in _CONTENT if bool in {**OPEN_KINDS, **CLOSE_KINDS}[name])
+# Of the hash of `usage_event`.
+_HASH_BYTES = 16
+
 # A field that the event gained and the table did not must fail here, at import, not lose data at run time.
 if set(COLUMNS) != set(table(UsageEventRow).columns.keys()):
     raise ImportError(f"usage_event and UsageEvent differ: {set(COLUMNS) ^ set(table(UsageEventRow).columns.keys())}")
@@ -57,3 +67,18 @@ def from_row(row: Mapping[str, Any]) -> UsageEvent:
     closed = UsageClose(opened.event_id, Outcome(row["outcome"]), *_rest_of_close(row))
     extra = orjson.loads(row["extra"]) if row["extra"] else {}
     return UsageEvent(opened, closed, row["payload_hash"], row["amount_pico"], row["schema_version"], extra)
+
+
+def content_hash(row: Sequence[Any], *, has_numbers_for_flags: bool) -> str:
+    """The payload hash of a row that begins with `CONTENT_COLUMNS` and has nothing `extra`, as it is now.
+
+    `has_numbers_for_flags`: SQLite's driver gives 0 and 1 for booleans. Gives "" for values that are no JSON.
+    """
+    content = {name: value for name, value in zip(_CONTENT, row, strict=False) if value is not None}
+    if has_numbers_for_flags:
+        for name in _FLAGS:
+            content[name] = bool(content.get(name))
+    try:
+        return blake2b(orjson.dumps(content), digest_size=_HASH_BYTES).hexdigest()
+    except (TypeError, UnicodeEncodeError):
+        return ""

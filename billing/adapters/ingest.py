@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import orjson
 import sqlalchemy as sa
 import uuid_utils
 from sqlalchemy.engine import Connection, Engine
@@ -38,6 +39,9 @@ MAX_ATTEMPTS = 6
 FIRST_PAUSE_S = 0.05
 # A UUIDv7 as hex.
 _ID_LENGTH = 32
+_HEX_DIGITS = frozenset("0123456789abcdef")
+# What a NUL character is in JSON; a text that spells this out has it too, and is then looked at closely.
+_NUL_IN_JSON = rb"\u0000"
 # SQLSTATE of what a retry cures: serialization failure, deadlock, lock or statement cancelled, server going down.
 _TRANSIENT_STATES = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "08000", "08003", "08006"})
 # sqlite3 raises OverflowError, which SQLAlchemy does not wrap, for an integer beyond 64 bits.
@@ -287,14 +291,16 @@ def _safe(event: UsageEvent) -> str:
 def _malformed(event: UsageEvent) -> str | None:
     """Why the event cannot be a row, in one sentence, or None. Checked here so that one event cannot fail a batch."""
     event_id = event.event_id
-    if len(event_id) != _ID_LENGTH or not all(digit in "0123456789abcdef" for digit in event_id):
+    if len(event_id) != _ID_LENGTH or not _HEX_DIGITS.issuperset(event_id):
         return "event_id must be 32 lower-case hex digits."
     fields = event_fields(event)
     try:
         event_from_fields(fields)
-        encode_event(event)
+        text = orjson.dumps(fields) if event.amount_pico is None else encode_event(event)
     except (MalformedEvent, TypeError, ValueError) as fault:
         return str(fault)
+    if _NUL_IN_JSON not in text:
+        return None
     for name, value in fields.items():
         # PostgreSQL stores no NUL in text.
         if isinstance(value, str) and "\x00" in value:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +24,7 @@ from billing.rollup import MINUTE_S, SUMS, XOR_SUMS, RollupKey, RollupSums
 from billing.usage_event import Refusal
 
 _ROLLUP_KEYS = tuple(one.name for one in fields(RollupKey))
+_key_values = attrgetter(*_ROLLUP_KEYS)
 _sums_of = attrgetter(*SUMS)
 _REFUSAL_KEYS = ("org_id", "minute_s", "project_id", "model", "reason", "node")
 _POSTING_COLUMNS = (
@@ -160,7 +161,7 @@ class Writer:
             "usage_rollup",
             (*_ROLLUP_KEYS, *SUMS),
             # In one order on every node, so that two writers cannot deadlock.
-            [(*astuple(key), *_sums_of(rows[key])) for key in sorted(rows, key=astuple)],
+            [(*_key_values(key), *_sums_of(rows[key])) for key in sorted(rows, key=_key_values)],
             f"ON CONFLICT ({', '.join(_ROLLUP_KEYS)}) DO UPDATE SET {combined}",
         )
 

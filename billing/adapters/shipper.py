@@ -29,7 +29,7 @@ from typing import Protocol
 import sqlalchemy as sa
 
 from billing.adapters import sql
-from billing.adapters.ingest import Ingest, IngestBatch, SpoolOffset
+from billing.adapters.ingest import Ingest, IngestBatch, IngestReport, SpoolOffset
 from billing.adapters.shipper_status import ShipperStatus, reporting, safe_sentence
 from billing.adapters.spool_files import Gathered, SpoolFolder, clear_hidden, segments, spool_folders
 from billing.adapters.tables import SpoolOffsetRow, table
@@ -61,9 +61,9 @@ LOCK_FILE = "shipper.lock"
 class IngestPort(Protocol):
     """The database, as the shipper needs it. Both methods raise when it does not answer."""
 
-    def write(self, batch: IngestBatch) -> object:
-        """Store all of it or none. Events that are there already, and refusals read before the stored offset, are
-        left out: a batch whose answer was lost is sent again as it is.
+    def write(self, batch: IngestBatch) -> IngestReport:
+        """Store all of it or none, and tell what became of the events. Those that are there already, and refusals read
+        before the stored offset, are left out: a batch whose answer was lost is sent again as it is.
         """
 
     def offset(self, node: str, incarnation: str) -> SpoolOffset | None:
@@ -91,7 +91,7 @@ class SqlIngest:
         self._engine = engine
         self._ingest = Ingest(engine)
 
-    def write(self, batch: IngestBatch) -> object:
+    def write(self, batch: IngestBatch) -> IngestReport:
         """One transaction."""
         return self._ingest.write(batch)
 
@@ -289,21 +289,22 @@ class Shipper:
         owing = folders if now_s >= self._watermark_due_s else [folder for folder in folders if folder.owes_offset]
         if gathered or owing:
             offsets = tuple(folder.offset() for folder in owing)
-            self._ingest.write(
+            report = self._ingest.write(
                 IngestBatch(tuple(gathered.events), tuple(gathered.refusals), tuple(gathered.quarantined), offsets)
             )
             for folder in owing:
                 folder.committed()
-            self._note_commit(gathered)
+            self._note_commit(gathered, report)
             if owing is folders:
                 self._watermark_due_s = now_s + WATERMARK_INTERVAL_S
         self._gathered = Gathered()
         self._gathered_at_s = None
         self._delete_committed()
 
-    def _note_commit(self, gathered: Gathered) -> None:
+    def _note_commit(self, gathered: Gathered, report: IngestReport) -> None:
         self._committed_event_count += len(gathered.events)
-        self._quarantined_count += len(gathered.quarantined)
+        # What could not be read, what could not be stored, and what has the id of another event.
+        self._quarantined_count += len(gathered.quarantined) + report.quarantined + report.conflicting
         self._last_commit_ns = time.time_ns()
         if self._last_error is not None:
             _log.info("The shipper commits again.")

@@ -50,6 +50,7 @@ class ShipperStatus:
     committed_event_count: int
     """Since this shipper started, as all counts here."""
     quarantined_count: int
+    """Frames that could not be read, events that could not be stored, and events with the id of another one."""
     settled_folder_count: int
     failed_commit_count: int
     last_commit_ns: int | None

@@ -72,9 +72,10 @@ class PicoInt(TypeDecorator[int]):
 
 
 class pico_sum(sa.sql.functions.GenericFunction[Any]):  # noqa: N801 - SQL function names are lower case
-    """Exact sum of whole numbers: SUM on PostgreSQL (NUMERIC), a Python aggregate on SQLite (no 64-bit bound).
+    """Exact sum of whole numbers of 64 bits, whatever its size. Gives int, or None over no rows or only nulls.
 
-    Gives int, or None over no rows or only nulls.
+    SUM on PostgreSQL (NUMERIC). SQLite's SUM stops at 64 bits: there the upper and the lower half of each number are
+    summed, which can hold 2^31 rows each, and put together afterwards.
     """
 
     class _Exact(TypeDecorator[int]):
@@ -82,11 +83,18 @@ class pico_sum(sa.sql.functions.GenericFunction[Any]):  # noqa: N801 - SQL funct
         cache_ok = True
 
         def process_result_value(self, value: Any, dialect: sa.Dialect) -> int | None:
-            return None if value is None else int(value)
+            if value is None:
+                return None
+            high, _, low = value.rpartition(":")
+            return (int(high) << _HALF_BITS) + int(low) if high else int(low)
 
     type = _Exact()
     inherit_cache = True
     name = "pico_sum"
+
+
+# Half of the 64 bits of an integer of SQLite.
+_HALF_BITS = 32
 
 
 @compiles(pico_sum, "postgresql")
@@ -94,18 +102,39 @@ def _pico_sum_on_postgresql(element: Any, compiler: Any, **options: Any) -> str:
     return f"SUM({compiler.process(element.clauses, **options)})::text"
 
 
-class _PicoSum:
-    """SQLite's pico_sum: Python integers, handed over as digits because the total may pass 64 bits."""
+@compiles(pico_sum, "sqlite")
+def _pico_sum_on_sqlite(element: Any, compiler: Any, **options: Any) -> str:
+    number = f"({compiler.process(element.clauses, **options)})"
+    # A shift of a negative number rounds down and its lower half is positive: together they are the number.
+    return f"(SUM({number} >> {_HALF_BITS}) || ':' || SUM({number} & {2**_HALF_BITS - 1}))"
+
+
+class id_xor(sa.sql.functions.GenericFunction[str]):  # noqa: N801 - SQL function names are lower case
+    """XOR of event ids (32 hex digits each) as 32 hex digits; None over no rows."""
+
+    type = sa.Text()
+    inherit_cache = True
+    name = "id_xor"
+
+
+@compiles(id_xor, "postgresql")
+def _id_xor_on_postgresql(element: Any, compiler: Any, **options: Any) -> str:
+    ids = compiler.process(element.clauses, **options)
+    halves = (f"bit_xor(('x' || substr({ids}, {start}, 16))::bit(64)::bigint)" for start in (1, 17))
+    return "(" + " || ".join(f"lpad(to_hex({half}), 16, '0')" for half in halves) + ")"
+
+
+class _IdXor:
+    """SQLite's id_xor."""
 
     def __init__(self) -> None:
-        self._total: int | None = None
+        self._xor: int | None = None
 
-    def step(self, value: int | None) -> None:
-        if value is not None:
-            self._total = (self._total or 0) + value
+    def step(self, event_id: str) -> None:
+        self._xor = (self._xor or 0) ^ int(event_id, 16)
 
     def finalize(self) -> str | None:
-        return None if self._total is None else str(self._total)
+        return None if self._xor is None else f"{self._xor:032x}"
 
 
 def engine(url: str) -> Engine:
@@ -243,7 +272,7 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.execute("PRAGMA cache_size = -65536")
     cursor.close()
-    connection.create_aggregate("pico_sum", 1, _PicoSum)
+    connection.create_aggregate("id_xor", 1, _IdXor)
 
 
 def _begin_sqlite(connection: Connection) -> None:

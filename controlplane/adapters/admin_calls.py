@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from billing.pricing import PriceBook
 from controlplane.adapters.admin_edge import DeniedCall, SqlThreads
+from controlplane.adapters.admin_reconcile import ReconcileResult
 from controlplane.adapters.catalog_sql import CatalogStore
 from controlplane.adapters.key_secret import digest_key
 from controlplane.adapters.keys_sql import KeyStore
@@ -74,6 +75,12 @@ class Reports(Protocol):
     def refusals(self, query: ReportQuery) -> Mapping[str, Any]: ...
 
 
+class Reconciles(Protocol):
+    """The worker's last periodic reconcile."""
+
+    async def last(self) -> ReconcileResult | None: ...
+
+
 class Prices(Protocol):
     """Price books: blocking. They are immutable; `add` of the same version and content again is no change."""
 
@@ -92,6 +99,8 @@ class AdminDeps:
     reports: Reports
     prices: Prices
     decisions: Decisions
+    reconciles: Reconciles | None = None
+    """None: this process has no place to read it from."""
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from controlplane.adapters.admin_reconcile import ReconcileResult
 from controlplane.adapters.tenancy_records import (
     AuditRecord,
     KeyRecord,
@@ -314,3 +315,31 @@ class ErrorAnswer(BaseModel):
     """Every answer that is not a success."""
 
     error: ErrorBody
+
+
+class ReconcileView(BaseModel):
+    """The last periodic comparison of the books with themselves."""
+
+    object: Literal["reconcile"] = "reconcile"
+    exact: bool = Field(description="Whether it found no difference.")
+    finished_at: int
+    age_s: float = Field(description="Seconds since it ended.")
+    duration_s: float
+    event_count: int
+    difference_count: int
+    differences: list[dict[str, Any]] = Field(description="The first ones: kind, name, amount_pico as text or null.")
+    quarantined_count: int | None = Field(description="Records that are on no bill; null when the worker did not tell.")
+
+    @classmethod
+    def of(cls, result: ReconcileResult, now_ns: int) -> ReconcileView:
+        """The view of a result."""
+        return cls(
+            exact=result.exact,
+            finished_at=result.finished_ns // 1_000_000_000,
+            age_s=round(result.age_s(now_ns), 3),
+            duration_s=round(result.duration_s, 3),
+            event_count=result.event_count,
+            difference_count=result.difference_count,
+            differences=list(result.differences),
+            quarantined_count=result.quarantined_count,
+        )

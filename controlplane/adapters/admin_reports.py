@@ -1,4 +1,4 @@
-"""Routes that read: usage, costs, refusals, routing decisions; for admins, and for a tenant about its own org.
+"""Routes that read: usage, costs, refusals, the last reconcile, routing decisions; for admins, and a tenant's own org.
 
 Owns: the query parameters (OpenAI's, with `[]` and without) and the rule that a tenant sees its own org only. Does not
 own: the numbers and which buckets and groups there are (`Reports`, out of billing's roll-ups), or what a decision says
@@ -16,6 +16,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from billing.errors import ReportQueryError
 from controlplane.adapters.admin_calls import Admin, ApiKey, Authorization, Calls, ReportQuery
 from controlplane.adapters.admin_edge import REPORT_TIMEOUT_S, DeniedCall
+from controlplane.adapters.admin_models import ReconcileView
 from controlplane.adapters.tenancy_tx import faults
 from controlplane.errors import BadRequest
 from controlplane.tenancy import DenialReason, Principal, Scope
@@ -33,6 +34,7 @@ def report_routes() -> APIRouter:
     routes.add_api_route("/admin/v1/usage", any_usage, methods=["GET"], tags=["reports"])
     routes.add_api_route("/admin/v1/costs", any_costs, methods=["GET"], tags=["reports"])
     routes.add_api_route("/admin/v1/refusals", any_refusals, methods=["GET"], tags=["reports"])
+    routes.add_api_route("/admin/v1/reconcile", last_reconcile, methods=["GET"], tags=["reports"])
     routes.add_api_route("/admin/v1/decisions/{request_id}", show_decision, methods=["GET"], tags=["reports"])
     return routes
 
@@ -115,6 +117,19 @@ async def any_costs(calls: Calls, _admin: Admin, query: Asked, org_id: OrgFilter
 async def any_refusals(calls: Calls, _admin: Admin, query: Asked, org_id: OrgFilter = None) -> dict[str, Any]:
     """Refused requests by time, of one org or all."""
     return await _report(calls, calls.deps.reports.refusals, await _of_org(calls, query, org_id))
+
+
+async def last_reconcile(calls: Calls, _admin: Admin) -> ReconcileView:
+    """What the worker's last comparison of the books found: exact or not, when, and what is in quarantine."""
+    reconciles = calls.deps.reconciles
+    result = None if reconciles is None else await reconciles.last()
+    if result is None:
+        raise BadRequest(
+            "The books have not been compared yet: inferplane worker does it once an hour.",
+            code="reconcile_not_found",
+            status=404,
+        )
+    return ReconcileView.of(result, int(calls.deps.unix_s() * 1e9))
 
 
 async def show_decision(calls: Calls, caller: Explainer, request_id: str) -> dict[str, Any]:

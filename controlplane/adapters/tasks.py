@@ -1,8 +1,9 @@
 """Periodic work on Celery: what runs, how often, within which limits, and where its result is read.
 
 Owns: the Celery app (`build_celery`), the schedule, the tasks `inferplane.reconcile` and `inferplane.housekeeping`, and
-the reconcile result kept in Redis for the admin API and the metrics (`read_reconcile`). Does not own: the comparison
-of the books (`billing.adapters.reconcile_sql`) or the worker's process (`worker_cli`).
+keeping the reconcile result in Redis (`read_reconcile`). Does not own: the comparison of the books
+(`billing.adapters.reconcile_sql`), partitions (`billing.adapters.partitions_sql`), how gateways show the result
+(`admin_reconcile`), or the worker's process (`worker_cli`).
 
 Messages carry a slot number and nothing else: no content, no names, no keys. Every task may run twice (a worker that is
 lost before it acknowledges leaves its message to another), so every task is safe to repeat. Several beats may run: the
@@ -15,9 +16,9 @@ import logging
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import orjson
@@ -25,15 +26,20 @@ import redis
 from celery import Celery
 
 from billing.reconcile import Difference
+from controlplane.adapters.admin_reconcile import RESULT_KEY, ReconcileResult, result_of
 from controlplane.config import Settings
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Engine
+
+__all__ = ["ReconcileResult", "broker_url", "build_celery", "keep_house", "read_reconcile", "reconcile_books"]
 
 _log = logging.getLogger(__name__)
 
 QUEUE = "inferplane"
 RECONCILE = "inferplane.reconcile"
 HOUSEKEEPING = "inferplane.housekeeping"
-# Where the newest reconcile result lies, and what marks a tick as taken.
-_RESULT_KEY = "inferplane:reconcile:last"
+# What marks a tick as taken.
 _TICK_KEY = "inferplane:tick:"
 # The books are compared once an hour (DESIGN 4.3: reconcile is periodic work); what is old is dropped as often.
 _RECONCILE_EVERY_S = 3_600
@@ -51,19 +57,6 @@ _IDEMPOTENCY_LIFE_S = 48 * 3_600
 _MAX_NAMED_COUNT = 20
 # A store that does not answer within this makes the task fail, and the next tick tries again.
 _REDIS_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReconcileResult:
-    """What the last periodic reconcile found. Times are Unix ns."""
-
-    finished_ns: int
-    duration_s: float
-    exact: bool
-    event_count: int
-    difference_count: int
-    differences: tuple[dict[str, Any], ...]
-    """The first ones: kind, name (an id), amount_pico as text or None."""
 
 
 def broker_url(url: str) -> str:
@@ -129,7 +122,7 @@ def _add_tasks(app: Celery, settings: Settings) -> None:
         app.task(run, bind=True, shared=False, name=name, time_limit=_HARD_LIMIT_S, soft_time_limit=_SOFT_LIMIT_S)
 
     task(RECONCILE, reconcile_books)
-    task(HOUSEKEEPING, drop_expired)
+    task(HOUSEKEEPING, keep_house)
 
 
 def reconcile_books(settings: Settings) -> dict[str, Any]:
@@ -155,12 +148,15 @@ def reconcile_books(settings: Settings) -> dict[str, Any]:
         event_count=report.event_count,
         difference_count=report.difference_count,
         differences=named,
+        quarantined_count=report.quarantined_count,
     )
+    if result.quarantined_count:
+        _log.error("%d records are in quarantine and on no bill: look at them.", result.quarantined_count)
     if not result.exact:
         first = ", ".join(f"{one['kind']} {one['name']}" for one in named[:3])
         _log.error("The books are not exact: %d differences, first %s.", result.difference_count, first)
     with _store(settings) as client:
-        client.set(_RESULT_KEY, orjson.dumps(asdict(result)))
+        client.set(RESULT_KEY, orjson.dumps(asdict(result)))
     return asdict(result)
 
 
@@ -171,28 +167,56 @@ def _named(one: Difference) -> dict[str, Any]:
 
 def read_reconcile(client: redis.Redis) -> ReconcileResult | None:
     """What the last periodic reconcile found; None: none ran yet. Raises redis.RedisError."""
-    stored = client.get(_RESULT_KEY)
-    if not isinstance(stored, bytes):
-        return None
-    fields = orjson.loads(stored)
-    return ReconcileResult(**{**fields, "differences": tuple(fields["differences"])})
+    stored = client.get(RESULT_KEY)
+    return result_of(stored) if isinstance(stored, bytes) else None
 
 
-def drop_expired(settings: Settings) -> dict[str, Any]:
-    """Delete rows that nothing reads any more: Idempotency-Keys past their life. Returns the counts."""
+def keep_house(settings: Settings) -> dict[str, Any]:
+    """Drop rows that nothing reads any more, then make the partitions of the months ahead. Returns the counts."""
+    from billing.adapters import sql
+
+    engine = sql.engine(settings.sql_url)
+    try:
+        told: dict[str, Any] = {"idempotency_row_count": _drop_expired(engine)}
+        if not sql.is_sqlite(engine):
+            told |= _make_partitions(engine)
+    finally:
+        engine.dispose()
+    return told
+
+
+def _drop_expired(engine: Engine) -> int:
+    """Delete Idempotency-Keys past their life."""
     import sqlalchemy as sa
 
     from billing.adapters import sql
     from controlplane.adapters.tenancy_tables import IDEMPOTENCY_MARK
 
-    engine = sql.engine(settings.sql_url)
+    with sql.write(engine) as connection:
+        old = IDEMPOTENCY_MARK.c.created_at_s <= int(time.time()) - _IDEMPOTENCY_LIFE_S
+        return connection.execute(sa.delete(IDEMPOTENCY_MARK).where(old)).rowcount
+
+
+def _make_partitions(engine: Engine) -> dict[str, Any]:
+    """Make what is missing. What was put off, the next tick tries again: until then its events are in the default."""
+    from billing.adapters.partitions_sql import PartitionReport, make_partitions
+    from billing.errors import StoreError
+
     try:
-        with sql.write(engine) as connection:
-            old = IDEMPOTENCY_MARK.c.created_at_s <= int(time.time()) - _IDEMPOTENCY_LIFE_S
-            dropped = connection.execute(sa.delete(IDEMPOTENCY_MARK).where(old)).rowcount
-    finally:
-        engine.dispose()
-    return {"idempotency_row_count": dropped}
+        report = make_partitions(engine, time.time_ns())
+    except StoreError as fault:
+        _log.error("%s", fault)
+        report = PartitionReport()
+    if report.made:
+        moved = f"{report.moved_row_count} rows moved out of the default partition"
+        _log.warning("Partitions of usage events made for %s; %s.", ", ".join(report.made), moved)
+    if report.put_off is not None:
+        _log.warning("The partition of %s was put off: the table was busy, or another worker is at it.", report.put_off)
+    return {
+        "partitions_made": list(report.made),
+        "partition_row_count": report.moved_row_count,
+        "partition_put_off": report.put_off,
+    }
 
 
 def _store(settings: Settings) -> redis.Redis:

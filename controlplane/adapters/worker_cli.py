@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from controlplane.config import Settings
 
+# Each is a process of a hundred megabytes; the tasks are two an hour.
+_MAX_CONCURRENCY = 32
 # After SIGTERM: how long running tasks may end by themselves, and how long the cold shutdown after it may take.
 _WARM_S = 5.0
 _COLD_S = 3.0
@@ -32,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def worker(
     *,
-    concurrency: Annotated[int, typer.Option(help="Tasks at once.", min=1, max=32)] = 1,
+    concurrency: Annotated[int, typer.Option(help="Tasks at once, 1 to 32.")] = 1,
     beat: Annotated[bool, typer.Option("--beat/--no-beat", help="Also send the periodic tasks.")] = True,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of everything embedded.")] = None,
     database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL; default: as `serve`.")] = None,
@@ -42,20 +44,23 @@ def worker(
 
     from billing.adapters import sql
     from billing.errors import StoreError
-    from controlplane.config import load_settings
-    from controlplane.errors import GatewayError
+    from controlplane.adapters.cli_session import require_database
+    from controlplane.config import check_range, load_settings
+    from controlplane.errors import GatewayError, UsageError
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # One line when a task comes and one when it ended; results hold counts and ids only.
     logging.getLogger("celery").setLevel(logging.INFO)
     given = {"data_dir": data_dir, "database_url": database_url}
     try:
+        check_range("--concurrency", concurrency, 1, _MAX_CONCURRENCY)
         settings = load_settings({name: value for name, value in given.items() if value is not None})
         settings = with_redis(settings)
+        require_database(settings)
         sql.require_current(settings.sql_url)
     except (GatewayError, StoreError) as fault:
         typer.echo(str(fault), err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(fault, UsageError) else 1) from None
     from controlplane.adapters.tasks import build_celery
 
     raise typer.Exit(run_worker(build_celery(settings), settings, concurrency, beat))

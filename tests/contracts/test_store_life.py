@@ -73,7 +73,7 @@ def read(client: redis.Redis) -> Life:
     return Life(str(fields["run"]), str(fields["era"]), int(fields["empty_until"]), int(fields["opened"]))
 
 
-def arguments_of(port: RedisLimits, caller: Caller) -> list[str | int]:
+def arguments_of(port: RedisLimits, caller: Caller) -> list[str | int | bytes]:
     port._run, port._met_before, port._met_other = caller.run_id, caller.met_before, caller.met_other
     port._uptime_s = caller.uptime_s
     return port._arguments(Attempt("caller", 0, ()), just_read=True)

@@ -25,6 +25,7 @@ from perfmodel.kv_cache import (
     KvEvent,
 )
 from perfmodel.workload import token_bytes
+from tests.exploring import examples
 
 BLOCK_COUNT = 9
 BLOCK_SIZE_TOKENS = 2
@@ -157,7 +158,7 @@ def play(operations: Operations, driver: Driver) -> None:
 
 
 @given(st.lists(operation, max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_pool_keeps_its_promises(operations: Operations) -> None:
     play(operations, Driver(BlockPool(BLOCK_COUNT, BLOCK_SIZE_TOKENS), BlockHashChain))
 

@@ -27,10 +27,11 @@ from billing.adapters.reconcile_sql import reconcile
 from billing.adapters.tables import EntryRow, RefusalMinuteRow, UsageEventRow, UsageRollupRow, table
 from billing.ledger import RatedEvent, Transfer
 from billing.usage_event import Refusal, UsageEvent
+from tests.exploring import examples
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
 
-CHECKED = settings(max_examples=40, deadline=None, database=None, derandomize=True, report_multiple_bugs=False)
-MUTANT = settings(CHECKED, phases=(Phase.explicit, Phase.generate))
+CHECKED = settings(max_examples=examples(40), deadline=None, report_multiple_bugs=False)
+MUTANT = settings(CHECKED, max_examples=40, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
 
 Make = Callable[[Engine], Ingest]
 

@@ -17,10 +17,11 @@ from billing.ledger import Entry, PostingKey, RatedEvent, receivable
 from billing.pricing import Charge, PriceBook, PriceSchedule, Sku, is_billable, known_counts, rate, schedule
 from billing.rollup import SUMS, XOR_SUMS, RollupKey, RollupSums
 from billing.usage_event import Outcome, UsageEvent
+from tests.exploring import examples
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
 
-CHECKED = settings(max_examples=150, deadline=None, database=None, derandomize=True, report_multiple_bugs=False)
-MUTANT = settings(CHECKED, max_examples=3_000, phases=(Phase.explicit, Phase.generate))
+CHECKED = settings(max_examples=examples(150), deadline=None, report_multiple_bugs=False)
+MUTANT = settings(CHECKED, max_examples=3_000, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
 
 tokens = st.one_of(st.none(), st.integers(0, 5), st.integers(0, 2_000_000), st.integers(0, 2**40))
 prices = st.one_of(st.integers(0, 5), st.integers(0, 60_000_000), st.integers(0, 2**40))

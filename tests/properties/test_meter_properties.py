@@ -17,6 +17,7 @@ from hypothesis.errors import NoSuchExample
 
 from billing import metering
 from billing.metering import Meter
+from tests.exploring import examples
 from tests.fakes.sse_reference import relayed
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -134,6 +135,7 @@ def counts_the_same_however_cut(kind: type[Meter], case: Case) -> bool:
 
 PROPERTIES = [shows_the_right_bytes, counts_the_same_however_cut]
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+HUNT = settings(RELAXED, max_examples=2_000, database=None, derandomize=True, phases=[Phase.generate])
 
 
 # The last word on usage is in the finishing chunk, and neither a usage chunk nor `[DONE]` follows it.
@@ -160,7 +162,7 @@ SAYS_NULL_AFTER_A_COUNT: Case = (
 @given(case=cases())
 @example(case=ENDS_AT_THE_FINISH)
 @example(case=SAYS_NULL_AFTER_A_COUNT)
-@settings(RELAXED, max_examples=250)
+@settings(RELAXED, max_examples=examples(250))
 def test_property(holds: Any, case: Case) -> None:
     assert holds(Meter, case)
 
@@ -243,6 +245,6 @@ def test_a_planted_fault_is_caught(fault: type[Meter], holds: Any) -> None:
             return True
 
     try:
-        find(cases(), caught, settings=settings(RELAXED, max_examples=2_000, database=None, phases=[Phase.generate]))
+        find(cases(), caught, settings=HUNT)
     except NoSuchExample:
         pytest.fail(f"{fault.__name__} passes {holds.__name__}")

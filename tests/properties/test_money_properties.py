@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from billing.errors import MoneyError
 from billing.money import PICO_PER_UNIT, RoundedLines, decimal_text, pico_of, round_half_even, round_lines
+from tests.exploring import examples
 
 # Deterministic, so that a planted fault is always caught; the shrinker has nothing to do for one.
-CHECKED = settings(max_examples=300, deadline=None, database=None, derandomize=True, report_multiple_bugs=False)
-MUTANT = settings(CHECKED, max_examples=3_000, phases=(Phase.explicit, Phase.generate))
+CHECKED = settings(max_examples=examples(300), deadline=None, report_multiple_bugs=False)
+MUTANT = settings(CHECKED, max_examples=3_000, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
 
 amounts = st.one_of(
     st.integers(-(10**38) + 1, 10**38 - 1),

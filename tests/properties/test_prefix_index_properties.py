@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from router.blocks import BlockLadder
 from router.prefix_index import Holdings
+from tests.exploring import examples
 
 LADDER = BlockLadder.uniform(10, 64)
 
@@ -97,7 +98,7 @@ def replay(steps: list[tuple[str, list[int]]], capacity_blocks: int, make: Calla
             assert holdings.held_blocks(hashes) == model.held_blocks(hashes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(STEPS, st.integers(1, 12))
 def test_the_index_holds_what_a_block_by_block_lru_holds(steps: list[tuple[str, list[int]]], capacity: int) -> None:
     replay(steps, capacity, Holdings)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from router.decision import RouteDecision
 from router.endpoints import Ending, EngineSpeed, Finish, HopTable, LoadNews, Place, Ticket
 from router.route import News, Router, RouterConfig
+from tests.exploring import examples
 from tests.fakes.fleet import Fleet, endpoint, prompt
 
 # Tokens held by the warm engine: whole blocks of the graded ladder, at 4 bytes a token.
@@ -100,7 +101,7 @@ def check_break_even(duel: Duel, running: int) -> None:
         assert duel.pick(max(backlog_s, 0.0) + MARGIN_S, running) == "cold"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(SPEEDS, SPEEDS, HELD_TOKENS, st.integers(0, 8))
 def test_warm_and_busy_against_cold_and_idle_flips_at_the_break_even(
     warm: EngineSpeed, cold: EngineSpeed, held_tokens: int, running: int
@@ -248,7 +249,7 @@ def check_loads(fleet: Fleet, running: list[RouteDecision]) -> None:
             assert (count, status.load.backlog_s, status.load.kv_tokens) == (0, 0.0, 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STEPS, st.integers(0, 1_000))
 def test_any_history_picks_the_cheapest_and_leaves_no_load(steps: list[tuple[str, int]], seed: int) -> None:
     check_history(steps, seed, Router)

@@ -27,6 +27,7 @@ from perfmodel.scheduler import (
 )
 from perfmodel.step_time import BatchShape
 from perfmodel.workload import OutputLaw, SimRequest
+from tests.exploring import examples
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def check(core_type: type[EngineCore], engine: Engine, traffic: list[Arrival]) -
 
 
 @given(engines, traffics)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_the_engine_keeps_its_promises(engine: Engine, traffic: list[Arrival]) -> None:
     check(EngineCore, engine, traffic)
 

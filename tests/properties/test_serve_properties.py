@@ -17,6 +17,7 @@ from billing.usage_event import Outcome
 from controlplane.errors import EngineError, EngineLost, EngineTimeout, EngineUnreachable
 from controlplane.ports import Fault
 from controlplane.serve import Path
+from tests.exploring import examples
 from tests.fakes.serve_ports import DEADLINES, After, Hang, Plan, Step, World, a_call
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":null}]}\n\n'
@@ -155,7 +156,7 @@ def check(world: World) -> None:
             assert end.ending.value == "completed"
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=CASES)
 def test_every_request_is_answered_billed_once_and_lets_everything_go(case: Case) -> None:
     check(asyncio.run(play(case)))

@@ -43,12 +43,13 @@ from billing.usage_event import (
     settle_orphan,
 )
 from controlplane.adapters.spool import Spool, SpoolSettings
+from tests.exploring import examples
 from tests.fakes.ingest import FakeIngest, IngestFault
 from tests.fakes.usage import START_NS, a_checkpoint, a_close, an_open
 
 # Files and threads: an example takes some 10 ms.
-ON_FILES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-PURE = settings(max_examples=200, deadline=None, database=None)
+ON_FILES = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+PURE = settings(max_examples=examples(200), deadline=None)
 # A planted fault needs to be found, not to be shrunk.
 HUNT = settings(
     max_examples=400,

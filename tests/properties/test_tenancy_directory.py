@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from controlplane.adapters.tenancy_changes import Changes, Directory
 from controlplane.tenancy import KeyDigest, Principal
+from tests.exploring import examples
 
 # Few of each, so that changes meet the same rows again and again.
 ORGS, PROJECTS, KEYS, LIMITS = 2, 4, 6, 4
@@ -179,7 +180,7 @@ def check(make: Callable[[bytes], Directory], batches: list[list[Step]]) -> None
         assert all(len(who.limits) == len(set(who.limits)) for who in known.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STEPS)
 def test_batch_by_batch_equals_all_at_once(batches: list[list[Step]]) -> None:
     check(Directory, batches)

@@ -140,6 +140,43 @@ def test_a_bill_is_shown_and_the_books_are_reconciled(sqlite_url: str, book_file
     assert (difference["kind"], difference["name"]) == ("missing_event", event_id(7))
 
 
+def _orgs(url: str, **names: str) -> None:
+    """Orgs of the tenancy tables: id -> name."""
+    sql.upgrade(url)
+    engine = sql.engine(url)
+    with sql.write(engine) as connection:
+        for org_id, name in names.items():
+            connection.exec_driver_sql(
+                "INSERT INTO org (id, name, tenant_class, created_at_s, changed_epoch) "
+                f"VALUES ('{org_id}', '{name}', 'default', 1, 1)"
+            )
+    engine.dispose()
+
+
+def test_a_bill_is_asked_for_by_id_or_by_name(sql_url: str, book_file: Path) -> None:
+    _orgs(sql_url, org_1="Acme Corp", org_2="zeta", acme="other", org_3="org_2")
+    answer(sql_url, "prices", "add", str(book_file))
+    engine = sql.engine(sql_url)
+    Ingest(engine).write(IngestBatch([usage_event(1, org_id="org_1"), usage_event(2, org_id="bare")]))
+    engine.dispose()
+    span = ("--from", "2026-11-01", "--to", "2026-12-01")
+    by_name = answer(sql_url, "bill", "show", "--org", "Acme Corp", *span)
+    assert by_name == answer(sql_url, "bill", "show", "--org", "org_1", *span)
+    assert [bill["org_id"] for bill in by_name["data"]] == ["org_1"]
+    # An org without usage has an empty bill; usage whose org is in no table (yet) is found by its id.
+    assert answer(sql_url, "bill", "show", "--org", "zeta", *span) == {"data": []}
+    assert "Nothing was billed to zeta" in run(sql_url, "bill", "show", "--org", "zeta", *span).output
+    assert answer(sql_url, "bill", "show", "--org", "bare", *span)["data"][0]["org_id"] == "bare"
+    told = {
+        "acme corp": "org is 'acme corp'; the id or the exact name of an org was expected (inferplane orgs list).\n",
+        "org_2": "org is 'org_2', the id of one org and the name of another; its name (zeta) for the first, or its id "
+        "(org_3) for the second was expected.\n",
+    }
+    for value, sentence in told.items():
+        result = run(sql_url, "bill", "show", "--org", value, *span)
+        assert (result.exit_code, result.stderr) == (1, sentence)
+
+
 def test_a_month_is_closed_and_a_price_corrected(sqlite_url: str, book_file: Path) -> None:
     answer(sqlite_url, "prices", "add", str(book_file))
     engine = sql.engine(sqlite_url)

@@ -16,6 +16,7 @@ from sqlmodel import SQLModel
 from billing.adapters import books_sql, sql, tables
 from billing.adapters.ingest import Ingest, IngestBatch
 from billing.errors import SchemaOutdated, StoreError
+from billing.ledger import xor_of
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
 
 BILLING_TABLES = {
@@ -137,13 +138,31 @@ def test_a_closed_period_takes_no_posting_and_does_not_open_again(books: Engine)
             run(books, statement)
 
 
-def test_sums_pass_64_bits_without_losing_a_picodollar(books: Engine) -> None:
-    biggest = 2**63 - 1
-    numbers = sa.union_all(*(sa.select(sa.literal(biggest, sa.BigInteger).label("n")) for _ in range(5))).subquery()
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [2**63 - 1] * 5,
+        [-(2**63)] * 5,
+        [2**63 - 1, -1, 1, -(2**63), 2**32, -(2**32), 2**31, -(2**31), 0],
+        [-1],
+        [0],
+        [1, -1],
+    ],
+)
+def test_sums_pass_64_bits_without_losing_a_picodollar(books: Engine, numbers: list[int]) -> None:
+    rows = sa.union_all(*(sa.select(sa.literal(number, sa.BigInteger).label("n")) for number in numbers)).subquery()
     with sql.read(books) as connection:
-        assert connection.execute(sa.select(sql.pico_sum(numbers.c.n))).scalar() == 5 * biggest
+        assert connection.execute(sa.select(sql.pico_sum(rows.c.n))).scalar() == sum(numbers)
         empty = sa.select(sql.pico_sum(tables.table(tables.EntryRow).c.amount_pico))
         assert connection.execute(empty).scalar() is None
+
+
+def test_ids_are_combined_by_the_database_as_here(books: Engine) -> None:
+    ids = [f"{number:032x}" for number in (0, 1, 16**32 - 1, 2**127, 2**63, 2**64 + 5, 12_345_678_901_234_567_890)]
+    for count in range(1, len(ids) + 1):
+        rows = sa.union_all(*(sa.select(sa.literal(one, sa.Text).label("id")) for one in ids[:count])).subquery()
+        with sql.read(books) as connection:
+            assert connection.execute(sa.select(sql.id_xor(rows.c.id))).scalar() == xor_of(ids[:count])
 
 
 def test_sqlite_refuses_an_amount_that_would_become_a_float(sqlite_url: str) -> None:

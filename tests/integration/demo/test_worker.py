@@ -21,8 +21,8 @@ from celery import Celery
 from pydantic import SecretStr
 
 from billing.adapters import sql
-from billing.adapters.tables import UsageRollupRow, table
-from controlplane.adapters.tasks import HOUSEKEEPING, RECONCILE, build_celery, read_reconcile
+from billing.adapters.tables import QuarantineRow, UsageRollupRow, table
+from controlplane.adapters.tasks import HOUSEKEEPING, RECONCILE, build_celery, keep_house, read_reconcile
 from controlplane.adapters.tenancy_tables import IDEMPOTENCY_MARK
 from controlplane.config import Settings, load_settings
 
@@ -78,6 +78,7 @@ def test_tasks_run_and_the_result_is_kept(settings: Settings, app: Celery, redis
         kept = read_reconcile(client)
         assert kept is not None
         assert (kept.exact, kept.event_count, kept.finished_ns) == (True, 0, told["finished_ns"])
+        assert kept.quarantined_count == 0
         # One tick of the schedule is done once, however many beats send it.
         first, second = (app.send_task(HOUSEKEEPING, args=(3_600,)).get(timeout=_DEADLINE_S) for _ in range(2))
         assert (first, second) == ({"idempotency_row_count": 1}, None)
@@ -89,10 +90,12 @@ def test_tasks_run_and_the_result_is_kept(settings: Settings, app: Celery, redis
         planted = {one.name: "1" if one.name in texts else 1 for one in rollup.columns} | {"minute_s": 60}
         with sql.write(engine) as connection:
             connection.execute(sa.insert(rollup).values(planted))
+            aside = {"quarantine_id": "q", "kind": "event", "reason": "r", "raw": b"", "at_ns": 1}
+            connection.execute(sa.insert(table(QuarantineRow)).values(aside))
         app.send_task(RECONCILE).get(timeout=_DEADLINE_S)
         kept = read_reconcile(client)
         assert kept is not None
-        assert (kept.exact, kept.difference_count) == (False, 1)
+        assert (kept.exact, kept.difference_count, kept.quarantined_count) == (False, 1, 1)
     finally:
         status, took_s, out = end(worker)
         client.close()
@@ -100,6 +103,28 @@ def test_tasks_run_and_the_result_is_kept(settings: Settings, app: Celery, redis
     assert status == 0
     assert took_s < 10
     assert "The books are not exact: 1 differences" in out
+    assert "1 records are in quarantine" in out
+
+
+def test_housekeeping_makes_the_partitions_of_the_months_ahead(settings: Settings, postgres_url: str) -> None:
+    sql.upgrade(postgres_url)
+    engine = sql.engine(postgres_url)
+    with sql.write(engine) as connection:
+        last = connection.exec_driver_sql(
+            "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'usage_event'::regclass "
+            "AND inhrelid::regclass::text <> 'usage_event_default'"
+        ).scalar_one()
+        connection.exec_driver_sql(f"DROP TABLE {last}")
+    engine.dispose()
+    there = settings.model_copy(update={"database_url": postgres_url})
+    month = last.removeprefix("usage_event_").replace("_", "-")
+    assert keep_house(there) == {
+        "idempotency_row_count": 0,
+        "partitions_made": [month],
+        "partition_row_count": 0,
+        "partition_put_off": None,
+    }
+    assert keep_house(there)["partitions_made"] == []
 
 
 def test_a_running_task_does_not_hold_up_the_end(settings: Settings, app: Celery) -> None:
@@ -134,3 +159,9 @@ def test_a_worker_without_redis_says_so(tmp_path: Path) -> None:
     assert worker.returncode == 1
     assert out.startswith("redis_url is empty and no embedded Redis runs in")
     assert out.count("\n") == 1
+
+
+def test_a_wrong_option_is_a_usage_error(tmp_path: Path) -> None:
+    worker = start(load_settings({"data_dir": tmp_path}), "-m", "controlplane", "worker", "--concurrency", "33")
+    told, _ = worker.communicate(timeout=_DEADLINE_S)
+    assert (worker.returncode, told) == (2, "--concurrency is 33; expected a number from 1 to 32.\n")

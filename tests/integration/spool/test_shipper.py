@@ -130,6 +130,30 @@ def test_a_segment_is_deleted_only_when_all_of_it_is_committed(tmp_path: Path) -
         assert len(fake.events) == 39
 
 
+def test_the_status_counts_what_went_to_the_quarantine_at_the_reader_and_at_the_books(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    sql.upgrade(sqlite_url)
+    unstorable = encode_open(an_open(3)._replace(endpoint="a\x00b")) + encode_close(a_close(3))
+    another = encode_open(an_open(1)) + encode_close(a_close(1)._replace(output_tokens=7))
+    a_dead_folder(tmp_path / "first", pair(1) + pair(2) + unstorable)
+    run(tmp_path / "first", sqlite_url, "node-1", once=True)
+    status = read_status(tmp_path / "first")
+    assert status is not None
+    assert (status.committed_event_count, status.quarantined_count) == (3, 1)
+    # A frame that is damaged, and an event with the id of another.
+    a_dead_folder(tmp_path / "second", b"?" * 40 + another, name="node-1~other")
+    run(tmp_path / "second", sqlite_url, "node-1", once=True)
+    status = read_status(tmp_path / "second")
+    assert status is not None
+    engine = sql.engine(sqlite_url)
+    with sql.read(engine) as connection:
+        kinds = connection.exec_driver_sql("SELECT kind, count(*) FROM quarantine GROUP BY kind ORDER BY kind").all()
+    engine.dispose()
+    assert [tuple(row) for row in kinds] == [("conflict", 1), ("event", 1), ("frame", 1)]
+    assert status.quarantined_count == 2
+
+
 def test_a_new_shipper_reads_on_from_what_the_database_says(tmp_path: Path) -> None:
     fake = FakeIngest()
     with a_live_spool(tmp_path) as spool:

@@ -20,11 +20,13 @@ from billing.adapters.usage_sql import SqlReports
 from controlplane.adapters.admin_calls import AdminDeps
 from controlplane.adapters.admin_http import build_admin_app
 from controlplane.adapters.admin_prices import SqlPrices
+from controlplane.adapters.admin_reconcile import ReconcileResult
 from controlplane.adapters.catalog_sql import CatalogStore
 from controlplane.adapters.key_feed import FeedOptions, KeyFeed
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.config import Settings
+from controlplane.errors import StoreUnavailable
 from tests.integration.tenancy.doors import CliDoor, Door, HttpDoor, StoreDoor
 
 
@@ -67,6 +69,18 @@ class DictDecisions:
 
 
 @dataclass
+class HeldReconciles:
+    """A `Reconciles` that a test sets; a fault is raised."""
+
+    result: ReconcileResult | StoreUnavailable | None = None
+
+    async def last(self) -> ReconcileResult | None:
+        if isinstance(self.result, StoreUnavailable):
+            raise self.result
+        return self.result
+
+
+@dataclass
 class Admin:
     """An admin application and the parts a test reaches into."""
 
@@ -74,6 +88,7 @@ class Admin:
     feed: KeyFeed
     store: KeyStore
     decisions: DictDecisions
+    reconciles: HeldReconciles
 
 
 @asynccontextmanager
@@ -82,9 +97,18 @@ async def admin_over(url: str, store: KeyStore, pepper: bytes) -> AsyncIterator[
     feed = KeyFeed(url, pepper, FeedOptions(interval_s=0.05))
     await feed.start()
     try:
-        reports, decisions = SqlReports(store.db.engine), DictDecisions()
-        deps = AdminDeps(store, CatalogStore(store.db), feed, pepper, reports, SqlPrices(store.db), decisions)
-        yield Admin(build_admin_app(deps), feed, store, decisions)
+        decisions, reconciles = DictDecisions(), HeldReconciles()
+        deps = AdminDeps(
+            store=store,
+            catalog=CatalogStore(store.db),
+            feed=feed,
+            pepper=pepper,
+            reports=SqlReports(store.db.engine),
+            prices=SqlPrices(store.db),
+            decisions=decisions,
+            reconciles=reconciles,
+        )
+        yield Admin(build_admin_app(deps), feed, store, decisions, reconciles)
     finally:
         await feed.stop()
 

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from billing.adapters import sql
 from billing.adapters.tables import UsageRollupRow, table
 from controlplane.adapters.admin_edge import SqlThreads
+from controlplane.adapters.admin_reconcile import ReconcileResult
 from controlplane.adapters.key_secret import digest_key
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.tenancy_records import KeyWish
@@ -412,3 +413,35 @@ async def test_a_call_that_hangs_is_answered_at_its_deadline_and_the_line_is_bou
         assert await threads.run(lambda: "again") == "again"
     finally:
         threads.close()
+
+
+# The last reconcile
+
+
+async def test_an_admin_sees_the_last_reconcile(client: Client) -> None:
+    error = assert_error(await client.ask("GET", "/admin/v1/reconcile"), 404, "reconcile_not_found")
+    assert "inferplane worker" in error["message"]
+    now_ns = time.time_ns()
+    difference = {"kind": "missing_event", "name": "0" * 32, "amount_pico": "-5"}
+    client.admin.reconciles.result = ReconcileResult(now_ns - 90 * 10**9, 1.5, False, 7, 1, (difference,), 3)
+    answer = await client.ask("GET", "/admin/v1/reconcile")
+    assert answer.status_code == 200
+    body = answer.json()
+    assert 90 <= body.pop("age_s") < 150
+    assert body == {
+        "object": "reconcile",
+        "exact": False,
+        "finished_at": (now_ns - 90 * 10**9) // 10**9,
+        "duration_s": 1.5,
+        "event_count": 7,
+        "difference_count": 1,
+        "differences": [difference],
+        "quarantined_count": 3,
+    }
+
+
+async def test_the_last_reconcile_is_for_admins_and_a_store_that_is_gone_is_a_503(client: Client) -> None:
+    plain, _ = await key_with(client, "acme", "inference", "usage:read", "explain")
+    assert_error(await client.with_key(plain).ask("GET", "/admin/v1/reconcile"), 403)
+    client.admin.reconciles.result = StoreUnavailable("The store does not answer; try again.")
+    assert_error(await client.ask("GET", "/admin/v1/reconcile"), 503, "store_unavailable")

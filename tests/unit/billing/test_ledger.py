@@ -15,6 +15,7 @@ from billing.ledger import (
     RatedEvent,
     Seal,
     Transfer,
+    event_id_floor,
     group,
     month_of,
     period_for,
@@ -22,6 +23,7 @@ from billing.ledger import (
     post_batch,
     post_corrections,
     require_open,
+    time_of_id,
     xor_of,
 )
 from billing.pricing import Sku, rate
@@ -144,3 +146,22 @@ def test_the_xor_of_ids_names_the_one_that_is_missing() -> None:
     ids = [event_id(number) for number in (7, 2**127, 12, 9)]
     assert xor_of((xor_of(ids), xor_of(ids[:2] + ids[3:]))) == ids[2]
     assert xor_of(()) == "0" * 32
+
+
+def test_the_floor_of_a_time_sorts_below_every_id_of_it_and_above_those_before() -> None:
+    # The example of RFC 9562, A.6: 2022-02-22T19:22:22.000Z.
+    known, at_ns = "017f22e279b07cc398c4dc0c0c07398f", 1_645_557_742_000 * 10**6
+    assert time_of_id(known) == at_ns
+    assert event_id_floor(at_ns) == event_id_floor(at_ns + 999_999) == known[:12] <= known
+    assert event_id_floor(at_ns - 1) < event_id_floor(at_ns) < event_id_floor(at_ns + 10**6)
+    assert known < event_id_floor(at_ns + 10**6)
+
+
+def test_times_beyond_those_of_ids_have_a_floor_too() -> None:
+    assert event_id_floor(-1) == event_id_floor(0) == "0" * 12 <= event_id(0)
+    assert event_id_floor(2**63 - 1) < event_id_floor(2**80) == event_id_floor(2**90) == "f" * 12
+
+
+@pytest.mark.parametrize("other", [event_id(1), "017f22e279b04cc398c4dc0c0c07398f", ""])
+def test_an_id_that_is_no_uuid_of_a_time_has_none(other: str) -> None:
+    assert time_of_id(other) is None

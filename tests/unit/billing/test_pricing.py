@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from billing.errors import PriceBookError
-from billing.pricing import ChargeFlag, Sku, rate, schedule, upper_bound
+from billing.pricing import ChargeFlag, Sku, rate, schedule
 from billing.usage_event import Outcome
 from tests.fakes.ledger_events import a_book, usage_event
 
@@ -87,13 +87,6 @@ def test_cached_input_without_a_price_of_its_own_is_input_of_the_same_tier() -> 
     assert BOOK.price("llama", "flex", Sku.CACHED_INPUT) == 1_500_000
     assert BOOK.price("llama", "default", Sku.CACHE_WRITE) == 3_000_000
     assert BOOK.price("other", "default", Sku.CACHE_WRITE) is None
-
-
-def test_the_upper_bound_takes_the_dearest_input_and_tier() -> None:
-    assert upper_bound(BOOK, "llama", "flex", input_tokens=10, output_tokens=2) == 10 * 1_500_000 + 2 * 7_500_001
-    assert upper_bound(BOOK, "llama", None, input_tokens=10, output_tokens=2) == 10 * 3_000_000 + 2 * 15_000_000
-    assert upper_bound(BOOK, "llama", "priority", input_tokens=1, output_tokens=0) == 3_000_000
-    assert upper_bound(BOOK, "other", None, input_tokens=1, output_tokens=1) is None
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ LEGS = tuple(enumerate(TRANSFER.entries, start=1))
 def tally(rated: list[RatedEvent]) -> PostingTally:
     made = PostingTally()
     for one in rated:
-        made.add(one.event.event_id, one.charge)
+        made.count(one.event.event_id)
+        made.add_charge(one.charge, 1)
     return made
 
 
@@ -105,7 +106,7 @@ def test_rollups_that_agree_have_no_difference_and_one_that_is_gone_is_named() -
 def test_an_engine_that_counts_cached_input_or_not_is_compared_by_its_own_rule() -> None:
     events = EngineTally()
     for one in RATED:
-        events.add(one.event)
+        events.add(one.event.close)
     assert check_engine("e", EngineTokens(3 * 1_512, 300), events) == []
     assert check_engine("e", EngineTokens(3 * 1_000, 300, input_is_uncached=True), events) == []
     assert [one.kind for one in check_engine("e", EngineTokens(3 * 1_000, 299), events)] == [Kind.ENGINE_TOKENS] * 2
