@@ -357,7 +357,7 @@ class Meter:
             if not rest:
                 return
             raw = rest
-        plain = raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2
+        plain = raw.startswith((b"data: {", b"data: [")) and raw.find(b"\n") == len(raw) - 2
         payload = raw[6:-2] if plain else _json_text(raw)
         chunk = None
         if payload == _DONE:
@@ -449,8 +449,8 @@ class Meter:
             self._total = self._seen = usage
 
     def _note(self, index: int, usage: Mapping[str, Any]) -> None:
-        output = _count(usage, "completion_tokens")
-        if output is None:
+        output = usage.get("completion_tokens")
+        if type(output) is not int or not 0 <= output < _MAX_TOKENS:
             return
         if output < self._last.get(index, 0):  # a cumulative count does not fall
             self._wrong = True

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from controlplane.errors import ConfigError
+from controlplane.errors import ConfigError, UsageError
 
 
 class Settings(BaseSettings):
@@ -80,13 +80,39 @@ class Settings(BaseSettings):
 
 
 def load_settings(chosen: Mapping[str, Any]) -> Settings:
-    """The settings with the command line's choices on top. Raises ConfigError naming the field and its value."""
+    """The settings with the command line's choices on top.
+
+    Raises UsageError for a choice that cannot be, naming the option, and ConfigError for such an environment variable.
+    """
     try:
         return Settings(**chosen)
     except ValidationError as fault:
         first = fault.errors()[0]
-        name = ".".join(str(step) for step in first["loc"])
-        raise ConfigError(f"{name} is {first['input']!r}: {first['msg']}.") from None
+        name = str(first["loc"][0])
+        said = f"is {first['input']!r}; expected {_expected(name)}."
+        if name in chosen:
+            raise UsageError(f"--{name.replace('_', '-')} {said}") from None
+        raise ConfigError(f"INFERPLANE_{name.upper()} {said}") from None
+
+
+def _expected(name: str) -> str:
+    """What a setting takes, in words made of its type and bounds."""
+    field = Settings.model_fields[name]
+    kind = "a whole number" if field.annotation is int else "a number" if field.annotation is float else "a text"
+    bounds = {
+        sign: getattr(rule, sign) for rule in field.metadata for sign in ("ge", "gt", "le") if hasattr(rule, sign)
+    }
+    if "ge" in bounds and "le" in bounds:
+        return f"{kind} from {bounds['ge']} to {bounds['le']}"
+    if "ge" in bounds:
+        return f"{kind} of at least {bounds['ge']}"
+    return f"{kind} above {bounds['gt']}" if "gt" in bounds else kind
+
+
+def check_range(option: str, value: float, low: float, high: float) -> None:
+    """Raise UsageError unless an option's value lies from `low` to `high`, both included."""
+    if not low <= value <= high:
+        raise UsageError(f"{option} is {value:g}; expected a number from {low:g} to {high:g}.")
 
 
 def engine_secret(variable: str) -> str | None:

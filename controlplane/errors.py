@@ -2,6 +2,7 @@
 
     GatewayError
     +-- ConfigError            a setting or a file it names cannot be used (fatal at start, later the last good stays)
+    |   +-- UsageError         an option of the command line has a value that can never be right (exit status 2)
     +-- BadRequest             the caller's request cannot be served as written (4xx, never retried)
     +-- EngineError            an engine failed us
     |   +-- EngineUnreachable  the request never left: safe to try another engine
@@ -25,6 +26,10 @@ class GatewayError(Exception):
 
 class ConfigError(GatewayError):
     """A setting or a file it names cannot be used. The message names the field, the value and what was expected."""
+
+
+class UsageError(ConfigError):
+    """An option has a value that can never be right. The message names the option, its value and what was expected."""
 
 
 class BadRequest(GatewayError):

@@ -15,8 +15,10 @@ LEASE_LOCAL_NS = 900_000_000
 SLOT_LOCAL_NS = 3_600_000_000
 # Unspent tokens go back this long after the last use; with one report interval that is well within 1 s.
 IDLE_NS = 700_000_000
-# A lease in use is renewed, and what was spent of it reported, this often.
+# A lease in use is renewed, and what was spent of it reported, this often. One that was not used since goes back soon.
 RENEW_NS = 450_000_000
+# What a settlement owes or gets back may wait this long, for the report that renews or returns the lease.
+SETTLE_NS = 850_000_000
 # Slots are renewed this often (they end after 4 s).
 SLOT_RENEW_NS = 1_000_000_000
 # First wish: this many requests like the one that asked.
@@ -114,12 +116,13 @@ class Lease:
             # A small difference between reserved and used is no hurry: reported one by one they would cost a busy
             # store more than the requests do.
             large = self.debt * LEND_DIVISOR > capacity_of(self.limit)
-            return self.small or large or now_ns - self.synced_ns >= RENEW_NS
+            if self.small or large or now_ns - self.synced_ns >= SETTLE_NS:
+                return True
         if self.axis == SLOTS:
             spare = self.left > 0 and (self.small or now_ns - self.last_use_ns >= IDLE_NS)
             return spare or (self.held() > 0 and now_ns - self.synced_ns >= SLOT_RENEW_NS) or self.low()
-        if self.left and now_ns - self.last_use_ns >= IDLE_NS:
-            return True
         if not self.spent and not self.left:
             return False
-        return self.small or (self.low() and self.spent > 0) or now_ns - self.synced_ns >= RENEW_NS
+        if self.small or (self.low() and self.spent > 0) or now_ns - self.last_use_ns >= IDLE_NS:
+            return True
+        return self.last_use_ns > self.synced_ns and now_ns - self.synced_ns >= RENEW_NS

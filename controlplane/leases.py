@@ -170,7 +170,8 @@ class Leases:
         """What to ask the store for this request. A cost above a limit's whole burst is refused here: no state of the
         store could ever admit it."""
         costs = (cost.requests, cost.input_tokens, cost.output_tokens, 1)
-        leases = [self._lease(limit, now_ns) for limit in dict.fromkeys(limits)]
+        once = {limit.limit_id: limit for limit in limits}  # by id: hashing a limit costs as much as asking for it
+        leases = [self._lease(limit, now_ns) for limit in once.values()]
         for lease in leases:
             if costs[lease.axis] > capacity_of(lease.limit):
                 needed, left = costs[lease.axis], capacity_of(lease.limit)
@@ -192,7 +193,10 @@ class Leases:
             lease.doubled = lease.doubled or busy
             lease.target = lease.wish(max(lease.target * (2 if busy else 1), FIRST_WISH * amount), self.process_count)
             want = lease.target
-        ask = Ask(lease.limit, lease.id, need=need, want=want, held=lease.held() if lease.axis == SLOTS else 0)
+        # Only what the store may not know of: a request is not in line with the reports, so one on its way while
+        # a slot goes back would bring that slot to life again, for as long as the lease is in use.
+        held = lease.held() if lease.axis == SLOTS and not lease.registered else 0
+        ask = Ask(lease.limit, lease.id, need=need, want=want, held=held)
         lease.left -= taken
         lease.pending += taken
         lease.last_use_ns = now_ns
@@ -214,6 +218,8 @@ class Leases:
             self._take_grant(lease, part.ask, bucket, sent_ns)
             self._activate(lease)
             lease.pending -= part.taken
+            if bucket.granted:
+                lease.synced_ns = now_ns  # it has just been renewed; what this request spends can wait
             if not reply.admitted:
                 if lease.id == part.ask.lease_id:
                     lease.left += part.taken

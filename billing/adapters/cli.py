@@ -80,7 +80,7 @@ def db_current(database_url: Database = "", data_dir: DataDir = _DATA_DIR, as_js
     from billing.adapters import sql
 
     with _reported():
-        found, needed = sql.current_revision(_url(database_url, data_dir)), sql.head_revision()
+        found, needed = sql.current_revision(_existing(database_url, data_dir)), sql.head_revision()
     record = {"revision": found, "needed": needed, "current": found == needed}
     _print(as_json, record, f"The tables are at revision {found}; this version needs {needed}.")
     if found != needed:
@@ -100,7 +100,7 @@ def prices_add(
     from billing.adapters import books_sql
     from billing.adapters.price_file import read_price_file
 
-    with _reported(), _books(database_url, data_dir) as engine:
+    with _reported(), _books(database_url, data_dir, begins=True) as engine:
         book = read_price_file(file, books_sql.load_books(engine).book)
         added = books_sql.add_book(engine, book, retroactive=retroactive)
     record = {"version": book.version, "added": added, "price_count": len(book.prices)}
@@ -239,7 +239,7 @@ def ship(
     from billing.adapters.shipper import run
 
     with _reported():
-        run(spool or data_dir / "spool", _url(database_url, data_dir), node, once)
+        run(spool or data_dir / "spool", _existing(database_url, data_dir), node, once)
 
 
 def report_record(report: Report) -> dict[str, Any]:
@@ -274,12 +274,38 @@ def _url(database_url: str, data_dir: Path) -> str:
     return database_url or f"sqlite:///{data_dir / 'inferplane.db'}"
 
 
+def _existing(database_url: str, data_dir: Path) -> str:
+    """The database's URL, where its file is there: a mistyped folder must not look like empty books.
+
+    Raises StoreError. A server is asked itself.
+    """
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    from billing.errors import StoreError
+
+    address = _url(database_url, data_dir)
+    try:
+        url = make_url(address)
+    except ArgumentError:
+        return address  # `sql.engine` has the sentence for what is no URL
+    if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).is_file():
+        raise StoreError(
+            f"There is no Inferplane data in {url.database if database_url else data_dir}; expected the "
+            f"{'database file' if database_url else 'data folder'} of an `inferplane serve`."
+        )
+    return address
+
+
 @contextmanager
-def _books(database_url: str, data_dir: Path) -> Iterator[Engine]:
-    """The database, with the tables of this version. The embedded file is upgraded on the way."""
+def _books(database_url: str, data_dir: Path, *, begins: bool = False) -> Iterator[Engine]:
+    """The database, with the tables of this version. The embedded file is upgraded on the way.
+
+    `begins`: it is made where there is none.
+    """
     from billing.adapters import sql
 
-    engine = sql.engine(_url(database_url, data_dir))
+    engine = sql.engine(_url(database_url, data_dir) if begins else _existing(database_url, data_dir))
     try:
         if sql.is_sqlite(engine):
             sql.upgrade(engine)

@@ -2,7 +2,9 @@
 
 Owns: arguments, output (a table, or `--json` with stable keys) and exit codes. Does not own: any rule (`keys_sql`,
 `catalog_sql`), nor `serve` and `demo` (`serve_cli`). No gateway needs to run: a running one learns of a change by its
-feed. The embedded SQLite file is brought to the current tables on the way; another database needs `db upgrade`.
+feed. The embedded SQLite file is brought to the current tables on the way; another database needs `db upgrade`. Only
+what can be the first thing done to a house (`orgs create`, `keys bootstrap-admin`, `limits set-class`, `models set`)
+makes a data folder; every other command says that there is none.
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ def _groups() -> tuple[tuple[str, str, Commands], ...]:
     )
 
 
-def _place(database_url: str | None, data_dir: Path | None, as_json: bool) -> Place:
+def _place(database_url: str | None, data_dir: Path | None, as_json: bool, *, begins: bool = False) -> Place:
     from controlplane.adapters.cli_session import Place
 
-    return Place(database_url, data_dir, as_json)
+    return Place(database_url, data_dir, as_json, begins)
 
 
 def _show(place: Place, work: Callable[[Stores], dict[str, Any]]) -> None:
@@ -110,7 +112,7 @@ def orgs_create(
     as_json: AsJson = False,
 ) -> None:
     """Make an org. The same name again gives the same org."""
-    place = _place(database_url, data_dir, as_json)
+    place = _place(database_url, data_dir, as_json, begins=True)
     _show(place, lambda stores: asdict(stores.keys.create_org(name, tenant_class).record))
 
 
@@ -293,7 +295,7 @@ def keys_bootstrap_admin(
 
         return new_key(stores.keys.bootstrap_admin(force=force))
 
-    _show(_place(database_url, data_dir, as_json), make)
+    _show(_place(database_url, data_dir, as_json, begins=True), make)
 
 
 # Limits and tenant classes
@@ -375,7 +377,7 @@ def limits_set_class(
     as_json: AsJson = False,
 ) -> None:
     """Make or change a tenant class."""
-    place = _place(database_url, data_dir, as_json)
+    place = _place(database_url, data_dir, as_json, begins=True)
     _show(place, lambda stores: asdict(stores.catalog.set_tenant_class(name, outage_policy)))
 
 
@@ -399,7 +401,7 @@ def models_set(
 
         return asdict(stores.catalog.set_model(ModelAlias(name, served, default_max_output_tokens, context_tokens)))
 
-    _show(_place(database_url, data_dir, as_json), put)
+    _show(_place(database_url, data_dir, as_json, begins=True), put)
 
 
 def models_list(*, database_url: DatabaseUrl = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:

@@ -1,7 +1,8 @@
 """One run of an admin command: open the database, do one thing, print it, map a fault to an exit code.
 
-Owns: `Place`, `show` and `listing`, and the exit codes (0; 2 for bad input; 1 with one line on stderr for the rest).
-Does not own: commands and options (`cli`), or what a command does (`keys_sql`, `catalog_sql`).
+Owns: `Place`, `show` and `listing`, the exit codes (0; 2 for bad input; 1 with one line on stderr for the rest), and
+that only a command which begins something makes a data folder: elsewhere a mistyped one must not look like an empty
+house. Does not own: commands and options (`cli`), or what a command does (`keys_sql`, `catalog_sql`).
 
 `--json` prints one object, or one object with `data` and `next_after` for a list, in the fields of the records.
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from billing.adapters import sql
 from billing.errors import StoreError
@@ -26,8 +29,8 @@ from controlplane.adapters.catalog_sql import CatalogStore
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.tenancy_records import NewKey, Page
-from controlplane.config import Settings
-from controlplane.errors import BadRequest, GatewayError
+from controlplane.config import Settings, load_settings
+from controlplane.errors import BadRequest, ConfigError, GatewayError, UsageError
 
 # Fields that a table leaves out: of use to programs only.
 _HIDDEN = frozenset({"lineage_id", "rotated_from"})
@@ -40,6 +43,8 @@ class Place:
     database_url: str | None
     data_dir: Path | None
     as_json: bool
+    begins: bool = False
+    """The command may be the first of all: it makes the data folder, database and pepper where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,9 @@ def new_key(new: NewKey) -> dict[str, Any]:
 @contextmanager
 def _stores(place: Place) -> Iterator[Stores]:
     given = {"database_url": place.database_url, "data_dir": place.data_dir}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type] # each value has its field's type
+    settings = load_settings({name: value for name, value in given.items() if value is not None})
+    if not place.begins:
+        require_database(settings)
     engine = sql.engine(settings.sql_url)
     announce = _announcer(settings)
     try:
@@ -98,12 +105,41 @@ def _stores(place: Place) -> Iterator[Stores]:
             sql.upgrade(engine)
         else:
             sql.require_current(engine)
+        if not place.begins:
+            _require_pepper(settings)
         keys = KeyStore(engine, load_pepper(settings), actor=f"cli:{_user()}", announce=announce)
         yield Stores(keys, CatalogStore(keys.db))
     finally:
         engine.dispose()
         if announce is not None:
             announce.close()
+
+
+def require_database(settings: Settings) -> None:
+    """Raise ConfigError when the SQLite file is not there. A server is asked itself (`sql.require_current`)."""
+    try:
+        url = make_url(settings.sql_url)
+    except ArgumentError:
+        return  # `sql.engine` has the sentence for what is no URL
+    if url.get_backend_name() != "sqlite" or not url.database or Path(url.database).is_file():
+        return
+    if settings.database_url:
+        raise ConfigError(
+            f"There is no Inferplane data in {url.database}; expected the database file of an `inferplane serve`."
+        )
+    raise ConfigError(
+        f"There is no Inferplane data in {settings.data_dir}; expected the data folder of an `inferplane serve` "
+        "(--data-dir or INFERPLANE_DATA_DIR), or make the first org with `inferplane orgs create`."
+    )
+
+
+def _require_pepper(settings: Settings) -> None:
+    """Raise ConfigError when the keys' pepper is neither set nor there: a new one would fit no key."""
+    if not settings.key_pepper.get_secret_value() and not (settings.data_dir / "pepper").exists():
+        raise ConfigError(
+            f"There is no Inferplane data in {settings.data_dir}; expected the file pepper that belongs to the "
+            "database, or INFERPLANE_KEY_PEPPER."
+        )
 
 
 def _announcer(settings: Settings) -> Any:
@@ -128,6 +164,9 @@ def _faults() -> Iterator[None]:
     except BadRequest as fault:
         typer.echo(fault.message, err=True)
         sys.exit(2 if fault.status == 400 else 1)
+    except UsageError as fault:
+        typer.echo(str(fault), err=True)
+        sys.exit(2)
     except (GatewayError, StoreError) as fault:
         typer.echo(str(fault), err=True)
         sys.exit(1)

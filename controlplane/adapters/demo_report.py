@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.adapters.demo_client import Told
 from controlplane.adapters.demo_tenants import Tenants
+from controlplane.adapters.demo_traffic import LLAMA_WORKLOAD
 from controlplane.config import Settings
 from controlplane.errors import ConfigError
 
@@ -36,7 +37,6 @@ _TOKEN_KINDS = {
     "cached_input": "input_cached_tokens",
     "output": "output_tokens",
 }
-LLAMA_WORKLOAD = "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,13 @@ class Results:
     """tenant, usd."""
     reconcile: Report
     first_token_s: float | None
+    real_engine: bool = False
+    """A llama.cpp engine was asked for: it has a row, even when it was too late for a request."""
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """The rows of the table: the tenants in the order of the bill, then the real engine."""
+        return (*(line["tenant"] for line in self.bill), *((LLAMA_WORKLOAD,) if self.real_engine else ()))
 
     def as_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -184,7 +191,7 @@ def show(results: Results) -> None:
     for column in ("requests", "TTFT p50", "p95 ms", "TPOT p50", "p95 ms", "cached", "bill USD"):
         table.add_column(column, justify="right", no_wrap=True)
     bill = {line["tenant"]: line["usd"] for line in results.bill}
-    for workload in dict.fromkeys(call.workload for call in results.calls):
+    for workload in results.workloads:
         calls = [call for call in results.calls if call.workload == workload]
         table.add_row(workload, *_cells(calls, len(calls)), _short(bill.get(workload)))
     simulated = [call for call in results.calls if call.workload != LLAMA_WORKLOAD]

@@ -56,6 +56,8 @@ _MAX_CHAT_TURNS = 8
 # After the traffic's end, how long running answers may take.
 _GRACE_S = 30.0
 _WORD_COUNT = 2_048
+# What the real engine's calls are counted under, whichever tenant makes them.
+LLAMA_WORKLOAD = "llama.cpp"
 # The real engine's conversation: a CPU does tens of tokens a second, so it is short.
 _LLAMA_QUESTIONS = ("Name three uses of a control plane.", "Which is the most important?", "Why?", "In one word?")
 _LLAMA_ANSWER_TOKENS = 24
@@ -272,7 +274,7 @@ class _Sessions:
         tally = self._tally
         tally.sent_count += 1
         ask = Ask(
-            workload=tenant if model is None else "llama.cpp",
+            workload=tenant if model is None else LLAMA_WORKLOAD,
             secret=self._plan.tenants.by_name[tenant].secret,
             model=model or self._plan.sim_model,
             messages=messages,

@@ -1,12 +1,14 @@
 """The fleet of engines behind the request path: the router's choice, the engine's wire, and why it was chosen.
 
 Owns: joining `router` (which engine), `openai_wire` (the body as that engine must get it) and `engine_http` (sending
-it), and keeping explained decisions for a while. Does not own: the rules of any of them.
+it), keeping explained decisions for a while, and telling the operator's log why an engine cannot be reached (a client
+is only told that it cannot). Does not own: the rules of any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from router.decision import NoRoute, NoRouteReason, RouteDecision, RouteRequest
 from router.endpoints import Endpoint, Finish
 from router.errors import EndpointsError
 from router.route import Router
+
+_log = logging.getLogger(__name__)
 
 # Engines that accept `continuous_usage_stats` and `cache_salt` (read from their request schemas: vLLM 0.32 OpenAPI in
 # tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
@@ -83,6 +87,8 @@ class EngineFleet:
         self._d = deps
         self._default_max_output_tokens = default_max_output_tokens
         self._wires: dict[str, _Wire] = {}
+        self._unreached: dict[str, str] = {}
+        """Why an engine could not be reached the last time; the log has it."""
 
     def model(self, name: str) -> ModelFacts | NoTarget:
         """What is known of a model name.
@@ -123,7 +129,11 @@ class EngineFleet:
         endpoint = decision.endpoint
         wire = self._wires.get(endpoint.endpoint_id)
         if wire is None or (wire.endpoint is not endpoint and wire.endpoint != endpoint):
-            wire = await self._connect_facts(endpoint)
+            try:
+                wire = await self._connect_facts(endpoint)
+            except EngineUnreachable as error:
+                self._note_unreached(error)
+                raise
         request = call.request
         fields = openai_wire.OwnedFields(
             model_served=served,
@@ -136,20 +146,27 @@ class EngineFleet:
         head = b"%scontent-length: %d\r\nx-request-id: %s\r\n\r\n" % (
             wire.heads[request.operation], length, call.request_id.encode(),
         )  # fmt: skip
-        return await self._d.client.send(
-            EngineCall(
-                endpoint_id=endpoint.endpoint_id,
-                host=wire.host,
-                port=wire.port,
-                ssl=wire.tls,
-                server_name=wire.server_name,
-                head=head,
-                body=body,
-                connect_timeout_s=limits.connect_s,
-                first_byte_timeout_s=limits.first_byte_s,
-                on_send=on_send,
+        try:
+            answer = await self._d.client.send(
+                EngineCall(
+                    endpoint_id=endpoint.endpoint_id,
+                    host=wire.host,
+                    port=wire.port,
+                    ssl=wire.tls,
+                    server_name=wire.server_name,
+                    head=head,
+                    body=body,
+                    connect_timeout_s=limits.connect_s,
+                    first_byte_timeout_s=limits.first_byte_s,
+                    on_send=on_send,
+                )
             )
-        )
+        except EngineUnreachable as error:
+            self._note_unreached(error)
+            raise
+        if self._unreached:
+            self._unreached.pop(endpoint.endpoint_id, None)
+        return answer
 
     def meter(self, target: Target, call: Call) -> Meter:
         """A meter for the stream of this attempt."""
@@ -175,6 +192,16 @@ class EngineFleet:
             retry_after_s=end.retry_after_s,
         )
         self._d.router.finished(_decision(target).ticket, report, self._d.monotonic_s())
+
+    def _note_unreached(self, error: EngineUnreachable) -> None:
+        """One line in the log when it begins or its reason changes, not one a request."""
+        why = str(error)
+        if self._unreached.get(error.endpoint_id) == why:
+            return
+        if len(self._unreached) >= _MAX_WIRES:
+            self._unreached.clear()
+        self._unreached[error.endpoint_id] = why
+        _log.warning("%s cannot be reached: %s", error.endpoint_id, why)
 
     def explain(self, target: Target, call: Call) -> None:
         """Keep the whole record of this choice for `/admin/v1/decisions/{request_id}`."""

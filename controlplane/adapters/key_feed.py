@@ -2,7 +2,7 @@
 
 Owns: when the epoch is read, what a failed or late read means, the early wake by Redis, and the state that `/readyz`
 and metrics show. Does not own: the queries (`tenancy_changes`), the decision (`tenancy.authorize`), or the prices,
-whose refresh it only calls.
+which have a feed of their own (`billing.adapters.price_feed`).
 
 The rules:
 - The epoch in SQL is the truth; it is read every `interval_s`. A Redis message only makes the next read come sooner, so
@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -68,9 +68,6 @@ class FeedOptions:
     read_timeout_s: float = 1.0
     redis_url: SecretStr | None = None
     """None or empty: no early wake."""
-    refresh: Callable[[], object] | None = None
-    """Called in a thread of its own every `refresh_interval_s`: the price schedule."""
-    refresh_interval_s: float = 1.0
 
     @property
     def allowed_age_s(self) -> float:
@@ -94,8 +91,6 @@ class FeedState:
     """Why the last read failed; never a URL or a secret."""
     listening: bool
     """Redis wakes this feed early. False costs at most `interval_s`."""
-    refresh_fault: str | None
-    """Why the last refresh of prices failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +118,11 @@ class KeyFeed:
         self._snapshot = Snapshot(NOTHING_READ, float("-inf"))
         self._models: Mapping[str, ModelAlias] = MappingProxyType({})
         self._fault: str | None = None
-        self._refresh_fault: str | None = None
         self._listening = False
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="key-feed")
-        self._refresher = ThreadPoolExecutor(1, thread_name_prefix="price-feed")
         self._reading: asyncio.Future[_Read] | None = None
         self._progress_s = 0.0
         self._seen = asyncio.Condition()
@@ -160,7 +153,6 @@ class KeyFeed:
             key_count=len(self._snapshot.keys),
             fault=self._fault,
             listening=self._listening,
-            refresh_fault=self._refresh_fault,
         )
 
     async def start(self) -> None:
@@ -181,8 +173,6 @@ class KeyFeed:
         self._tasks.append(asyncio.create_task(self._follow(), name="key-feed"))
         if self._options.redis_url is not None and self._options.redis_url.get_secret_value():
             self._tasks.append(asyncio.create_task(self._listen(self._options.redis_url), name="key-feed-redis"))
-        if self._options.refresh is not None:
-            self._tasks.append(asyncio.create_task(self._refresh(self._options.refresh), name="price-feed"))
 
     async def stop(self) -> None:
         """End the background work. A read that hangs is cut, not waited for."""
@@ -197,7 +187,6 @@ class KeyFeed:
             await asyncio.wait({self._reading}, timeout=self._options.read_timeout_s)
             self._reading = None
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._refresher.shutdown(wait=False, cancel_futures=True)
         self._engine.dispose()
 
     def wake(self, _epoch: int = 0) -> None:
@@ -355,18 +344,6 @@ class KeyFeed:
                 message = await line.get_message(ignore_subscribe_messages=True, timeout=5.0)
                 if message is not None:
                     self._wake.set()
-
-    async def _refresh(self, refresh: Callable[[], object]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                await loop.run_in_executor(self._refresher, refresh)
-                self._refresh_fault = None
-            except Exception as fault:
-                if self._refresh_fault is None:
-                    _log.warning("The price schedule could not be refreshed: %s", type(fault).__name__)
-                self._refresh_fault = f"The price schedule could not be refreshed ({type(fault).__name__})."
-            await asyncio.sleep(self._options.refresh_interval_s)
 
 
 class RedisAnnouncer:

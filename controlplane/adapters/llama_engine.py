@@ -63,6 +63,10 @@ class LlamaOptions:
     """Host memory for prompts that left their slot."""
     port: int = 0
     """0: the kernel chooses a free one."""
+    chat_template: str = ""
+    """Jinja text that makes a prompt of messages; empty: the model's own, else llama.cpp's (ChatML)."""
+    stops: tuple[str, ...] = ()
+    """Where an answer ends when the request names no `stop`."""
 
 
 class LlamaEngine:
@@ -93,7 +97,7 @@ class LlamaEngine:
         if not self._model.is_file():
             raise ConfigError(f"model: {self._model} is not a file; expected a GGUF model.")
         until_s = time.monotonic() + deadline_s
-        command = [sys.executable, "-m", __name__, "--model", str(self._model), *_as_flags(self._options)]
+        command = [*llama_command(self._model, self._options), "--parent", str(os.getpid())]
         with contextlib.ExitStack() as files:
             log = subprocess.DEVNULL if self._log is None else files.enter_context(self._log.open("ab"))
             self._child = subprocess.Popen(
@@ -139,6 +143,17 @@ class LlamaEngine:
             hint = "" if self._log is None else f"; its log is {self._log}"
             raise ConfigError(f"The llama.cpp server for {self._model} {why}{hint}.")
         return str(json.loads(line)["url"])
+
+
+def llama_command(model: Path, options: LlamaOptions) -> list[str]:
+    """What starts the server as a process of its own."""
+    return [
+        *(sys.executable, "-m", __name__, "--model", str(model), "--alias", options.alias, "--port", str(options.port)),
+        *("--context-tokens", str(options.context_tokens), "--slots", str(options.slot_count)),
+        *("--threads", str(options.thread_count), "--cache-ram-mib", str(options.cache_ram_mib)),
+        *("--chat-template", options.chat_template),
+        *(word for stop in options.stops for word in ("--stop", stop)),
+    ]
 
 
 def write_random_model(path: Path) -> None:
@@ -238,14 +253,6 @@ def _require(package: str) -> None:
         raise ConfigError(f"The package {package} is missing; install it with: pip install 'inferplane[llama]'.")
 
 
-def _as_flags(options: LlamaOptions) -> list[str]:
-    return [
-        *("--alias", options.alias, "--port", str(options.port), "--context-tokens", str(options.context_tokens)),
-        *("--slots", str(options.slot_count), "--threads", str(options.thread_count)),
-        *("--cache-ram-mib", str(options.cache_ram_mib), "--parent", str(os.getpid())),
-    ]
-
-
 def _await_health(url: str, child: subprocess.Popen[bytes], until_s: float) -> None:
     import httpx
 
@@ -276,6 +283,10 @@ def _serve(arguments: argparse.Namespace) -> None:
     params.cpuparams.n_threads = arguments.threads
     params.cpuparams_batch.n_threads = arguments.threads
     params.cache_ram_mib = arguments.cache_ram_mib
+    if arguments.chat_template:
+        params.chat_template = arguments.chat_template
+    if arguments.stop:
+        params.antiprompt = arguments.stop
     params.endpoint_metrics = True
     params.endpoint_slots = True
     params.endpoint_props = True
@@ -303,6 +314,8 @@ def _main(argv: Sequence[str]) -> None:
     parser.add_argument("--slots", type=int, default=LlamaOptions().slot_count, help="requests that run at once")
     parser.add_argument("--threads", type=int, default=LlamaOptions().thread_count)
     parser.add_argument("--cache-ram-mib", type=int, default=LlamaOptions().cache_ram_mib)
+    parser.add_argument("--chat-template", default="", help="Jinja text; empty: the model's own")
+    parser.add_argument("--stop", action="append", help="an answer ends before this text; repeat for more")
     parser.add_argument("--parent", type=int, default=0, help="end when this process is no longer the parent")
     try:
         _require("xllamacpp")

@@ -1,15 +1,18 @@
 """One node of the gateway: what has to be there before its processes start, and the processes themselves.
 
-Owns: the checks and first steps of `inferplane serve` (folders, database, embedded Redis, port, the first key) and the
-list of children. Does not own: how children are kept alive (`processes`), or what they do.
+Owns: the checks and first steps of `inferplane serve` (folders, database, Redis, port, the first key), the list of
+children, and when they answer. Does not own: how children are kept alive (`processes`), or what they do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import sys
@@ -18,6 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import redis
 
 from billing.adapters import sql
 from controlplane.adapters.embedded import EmbeddedRedis
@@ -26,7 +32,7 @@ from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.processes import Child
 from controlplane.adapters.tenancy_records import KeyWish
 from controlplane.config import Settings
-from controlplane.errors import ConfigError
+from controlplane.errors import ConfigError, UsageError
 from controlplane.tenancy import Scope
 from router.adapters.discovery import endpoint_of_url, read_endpoints
 from router.errors import EndpointsError
@@ -37,6 +43,8 @@ _LOCK_FILE = "serve.lock"
 _BACKLOG = 4_096
 # How soon a Redis that did not start is tried again.
 _REDIS_RETRY_S = 1.0
+# How long a Redis elsewhere may take to answer at the start: longer and it is said to be gone.
+_REDIS_ANSWER_S = 1.0
 # A gateway process that dies this soon after its first start will not live the next time either.
 _ESSENTIAL_S = 20.0
 
@@ -121,22 +129,114 @@ def first_key(settings: Settings) -> FirstKey | None:
         engine.dispose()
 
 
+def check_host(host: str) -> None:
+    """Raise UsageError for what is neither an address nor the name of one."""
+    try:
+        socket.getaddrinfo(host, None, _family(host), socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise UsageError(
+            f"--host is {host!r}; expected an address of this machine, such as 127.0.0.1 or 0.0.0.0."
+        ) from None
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket that all gateway processes share. Raises ConfigError when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    """The listening socket that all gateway processes share. Raises ConfigError when it cannot be had."""
+    sock = socket.socket(_family(host), socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"host {host} cannot be used: it is no address of this machine; expected one, such as 127.0.0.1 or "
+                "0.0.0.0."
+            ) from None
         raise ConfigError(
             f"port {port} on {host} cannot be used: {error.strerror}. Stop what listens there, or name another port."
         ) from error
-    sock.listen(_BACKLOG)
     sock.setblocking(False)
     sock.set_inheritable(True)
     return sock
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class FirstAnswer:
+    """Whether the gateway answers on the listening socket: asks `/healthz` once and looks, without waiting, for it.
+
+    Mutable: the connection of the question. The kernel takes it before any gateway process is there to answer.
+    """
+
+    def __init__(self, listening: socket.socket) -> None:
+        host, self._port = listening.getsockname()[:2]
+        self._family = listening.family
+        # Nobody is reached at an address that stands for all of them.
+        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - it is compared, not bound
+        self._line: socket.socket | None = None
+
+    def look(self) -> bool:
+        """True: it has answered. A connection that a dying process took is asked anew."""
+        try:
+            if self._line is None:
+                self._line = socket.socket(self._family, socket.SOCK_STREAM)
+                self._line.settimeout(_ASK_S)
+                self._line.connect((self._host, self._port))
+                self._line.sendall(b"GET /healthz HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n\r\n")
+            if not select.select([self._line], [], [], 0)[0]:
+                return False
+            answered = self._line.recv(12).startswith(b"HTTP/1.1 200")
+        except OSError:
+            answered = False
+        self.close()
+        return answered
+
+    def close(self) -> None:
+        """Leave the question."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+# Connecting to a socket of this machine: the kernel answers at once, or its queue is full.
+_ASK_S = 0.2
+
+
+def redis_warning(settings: Settings) -> str | None:
+    """One sentence when the Redis that the settings name does not answer, and what that does to limits; else None.
+
+    Raises ConfigError for what is no URL of a Redis. Nothing of the URL but host and port is shown.
+    """
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        return None
+    try:
+        client = redis.Redis.from_url(url, socket_connect_timeout=_REDIS_ANSWER_S, socket_timeout=_REDIS_ANSWER_S)
+    except ValueError:
+        raise ConfigError(
+            "INFERPLANE_REDIS_URL cannot be read; expected redis://HOST:PORT/N, rediss://HOST:PORT/N or unix://PATH."
+        ) from None
+    try:
+        client.ping()
+    except (redis.RedisError, OSError) as fault:
+        return (
+            f"Redis at {_place_of(url)} does not answer ({type(fault).__name__}): until it does, requests of tenants "
+            "with limits are refused with 503 limits_unavailable unless their tenant class allows them, and those "
+            "without limits are served."
+        )
+    finally:
+        with contextlib.suppress(redis.RedisError, OSError):
+            client.close()
+    return None
+
+
+def _place_of(url: str) -> str:
+    """Host and port of a Redis URL, or its path: never a user, a password or an option."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
 
 
 def embedded_redis(settings: Settings) -> EmbeddedRedis | None:
@@ -171,13 +271,22 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def write_endpoints(settings: Settings, urls: Sequence[str]) -> Path:
-    """`--engine URL` as an endpoints file in the data folder. Raises ConfigError for what is no URL of an engine."""
+def check_engines(urls: Sequence[str]) -> None:
+    """Raise UsageError for an `--engine` that is no URL of one."""
     for url in urls:
         try:
             endpoint_of_url(url)
         except EndpointsError:
-            raise ConfigError(f"--engine {url!r} is not an http:// or https:// URL of an engine.") from None
+            # A URL with a user or password in it is not shown.
+            shown = "a URL with a user or password" if "@" in url else repr(url)
+            raise UsageError(
+                f"--engine is {shown}; expected the http:// or https:// URL of an engine, such as "
+                "http://127.0.0.1:8000."
+            ) from None
+
+
+def write_endpoints(settings: Settings, urls: Sequence[str]) -> Path:
+    """`--engine URL` as an endpoints file in the data folder."""
     path = settings.data_dir / "engines.json"
     path.write_text(json.dumps([{"id": f"engine-{n}", "url": url} for n, url in enumerate(urls, 1)], indent=1))
     return path
@@ -197,6 +306,8 @@ def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, st
         "INFERPLANE_DATA_DIR": str(settings.data_dir.resolve()),
         "INFERPLANE_DATABASE_URL": settings.sql_url if settings.database_url else "",
         "INFERPLANE_REDIS_URL": redis_url,
+        "INFERPLANE_HOST": settings.host,
+        "INFERPLANE_PORT": str(settings.port),
         "INFERPLANE_NODE": settings.node or socket.gethostname(),
         "INFERPLANE_RUN_DIR": str(run_dir.resolve()),
         "INFERPLANE_WORKERS": str(settings.workers),

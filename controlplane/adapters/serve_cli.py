@@ -7,12 +7,14 @@ the gateway (`app`).
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from controlplane.adapters.node import FirstAnswer
     from controlplane.config import Settings
 
 
@@ -44,7 +46,7 @@ def serve(
     """Run the gateway of this node: OpenAI-compatible API, admin API, health and metrics."""
     from controlplane.adapters import node
     from controlplane.config import load_settings
-    from controlplane.errors import GatewayError
+    from controlplane.errors import GatewayError, UsageError
 
     chosen = {
         "endpoints_file": endpoints, "host": host, "port": port, "workers": workers, "data_dir": data_dir,
@@ -58,21 +60,26 @@ def serve(
         if not engine and settings.endpoints_file is None:
             typer.echo("No engine: give --engine URL or --endpoints FILE.", err=True)
             raise typer.Exit(2)
+        node.check_host(settings.host)
+        node.check_engines(engine or [])
         with node.held_folder(settings):
             status = _run_node(settings, engine or [], as_json)
     except GatewayError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     raise typer.Exit(status)
 
 
 def _run_node(settings: Settings, engines: list[str], as_json: bool) -> int:
-    """From the first check to the last child. The first key is made last: what fails before must not swallow it."""
+    """From the first check to the last child. The first key is made last: what fails before must not swallow it.
+
+    What was started is announced once the port answers; a key that was made is shown also when it never does.
+    """
     from controlplane.adapters import node
     from controlplane.adapters.processes import Supervisor
 
     supervisor = Supervisor(say=_say)
-    redis_server = None
+    redis_server = hello = None
     sock = node.listen(settings.host, settings.port)
     try:
         run_dir = node.prepare_folders(settings)
@@ -80,19 +87,29 @@ def _run_node(settings: Settings, engines: list[str], as_json: bool) -> int:
             settings = settings.model_copy(update={"endpoints_file": node.write_endpoints(settings, engines)})
         assert settings.endpoints_file is not None
         node.check_endpoints(settings.endpoints_file)
+        warning = node.redis_warning(settings)
         redis_server = node.embedded_redis(settings)
         redis_url = redis_server.url if redis_server is not None else settings.redis_url.get_secret_value()
         node.prepare_database(settings)
         first = node.first_key(settings)
+        url = node.url_of(settings.host, sock.getsockname()[1])
+        hello = _Hello(url, first.secret if first else None, as_json, node.FirstAnswer(sock))
         supervisor.install_signals()
         for child in node.gateway_children(settings, sock, node.child_env(settings, redis_url, run_dir), None):
             supervisor.start(child)
-        url = node.url_of(settings.host, sock.getsockname()[1])
-        _announce({"url": url, "key": first.secret if first else None}, as_json)
-        if redis_server is None:
-            return supervisor.run()
-        return supervisor.run(node.redis_keeper(redis_server, _say))
+        if warning is not None:
+            _say(f"WARNING {warning}")
+        keep = None if redis_server is None else node.redis_keeper(redis_server, _say)
+
+        def tick() -> None:
+            hello.look()
+            if keep is not None:
+                keep()
+
+        return supervisor.run(tick)
     finally:
+        if hello is not None:
+            hello.leave()
         sock.close()  # the children hold it while they drain; nobody shall wait in a queue that no one serves
         supervisor.stop()
         if redis_server is not None:
@@ -103,16 +120,41 @@ def _say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _announce(facts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    typer.echo(f"Gateway:  {facts['url']}/v1", err=True)
-    if facts["key"]:
-        typer.echo(f"API key:  {facts['key']}   (shown this once; org and project 'default', all scopes)", err=True)
-    else:
-        typer.echo("API key:  made earlier; another: inferplane keys create --project ORG/PROJECT", err=True)
-    typer.echo(f"Health:   {facts['url']}/readyz   metrics: {facts['url']}/metrics   Ctrl-C stops.", err=True)
+@dataclass(slots=True)
+class _Hello:
+    """Mutable: what is told once the port answers, and whether it was."""
+
+    url: str
+    key: str | None
+    as_json: bool
+    answer: FirstAnswer
+    told: bool = False
+
+    def look(self) -> None:
+        """Tell it if the port answers by now; to be called now and then."""
+        if not self.told and self.answer.look():
+            self.told = True
+            self._tell()
+
+    def leave(self) -> None:
+        """The end has come, maybe before the port ever answered: the key would be lost with it."""
+        self.answer.close()
+        if not self.told:
+            self._tell_key()
+
+    def _tell(self) -> None:
+        if self.as_json:
+            typer.echo(json.dumps({"url": self.url, "key": self.key}))
+            return
+        _say(f"Gateway:  {self.url}/v1")
+        if self.key is None:
+            _say("API key:  made earlier; another: inferplane keys create --project ORG/PROJECT")
+        self._tell_key()
+        _say(f"Health:   {self.url}/readyz   metrics: {self.url}/metrics   Ctrl-C stops.")
+
+    def _tell_key(self) -> None:
+        if self.key is not None:
+            _say(f"API key:  {self.key}   (shown this once; org and project 'default', all scopes)")
 
 
 def gateway_process(fd: Annotated[int, typer.Option("--fd", help="The listening socket, inherited.")]) -> None:
@@ -128,12 +170,12 @@ def gateway_process(fd: Annotated[int, typer.Option("--fd", help="The listening 
     from controlplane.adapters.gateway_server import HEAD_TIMEOUT_S, ClientTimes, ServerOptions, build_server
     from controlplane.adapters.node import new_incarnation
     from controlplane.app import Gateway, ProcessFacts
-    from controlplane.config import Settings, run_dir
+    from controlplane.config import load_settings, run_dir
     from controlplane.errors import GatewayError
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    settings = Settings()
     try:
+        settings = load_settings({})
         gateway = Gateway(settings, ProcessFacts(new_incarnation(), run_dir(), settings.node))
     except GatewayError as error:
         sys.exit(str(error))

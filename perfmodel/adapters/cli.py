@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from perfmodel.adapters.engine_server import ServerConfig
     from perfmodel.memory import EngineShape
 
+# What is simulated when nothing is named: the model of the demo and of the documents.
+_MODEL = "Llama-3.1-8B"
+
 
 def register(app: typer.Typer) -> None:
     """Add this package's commands to the root command."""
@@ -28,7 +31,7 @@ def register(app: typer.Typer) -> None:
 class _Options:
     """The command line."""
 
-    arch: str
+    arch: str | None
     hardware: str
     tensor_parallel: int
     dtype: str
@@ -52,11 +55,18 @@ class _Options:
 
 def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
     *,
-    arch: Annotated[str, typer.Option(help="Model of the catalogue that is simulated.")] = "Llama-3.1-8B",
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model of the catalogue that is simulated. Default: --model, else {_MODEL}.", show_default=False
+        ),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="Device of the catalogue that it runs on.")] = "H100-SXM-80GB",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     dtype: Annotated[str, typer.Option(help="Weights: bf16 or fp8.")] = "bf16",
-    model: Annotated[str | None, typer.Option(help="Served name. Default: the value of --arch.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Served name: with --arch any name, without it a model of the catalogue.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 0,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
@@ -90,6 +100,7 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         kv_events_port, kv_replay_port, drain_s,
     )  # fmt: skip
     try:
+        _check_host(host)
         shape, config = _configured(options)
         _serve(shape, config, as_json)
     except ConfigError as fault:
@@ -99,22 +110,28 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         typer.echo(f"engine-sim: {fault}", err=True)
         raise typer.Exit(1) from None
     except OSError as fault:
-        raise typer.Exit(_cannot_listen(fault, host, port)) from None
+        reason = os.strerror(fault.errno) if fault.errno else str(fault)
+        typer.echo(f"engine-sim: cannot listen on {host}:{port}: {reason}", err=True)
+        raise typer.Exit(1) from None
 
 
-def _cannot_listen(fault: OSError, host: str, port: int) -> int:
-    """Says why in one sentence; the exit code tells a bad value from a port that is not free."""
-    if isinstance(fault, socket.gaierror) or fault.errno == errno.EADDRNOTAVAIL:
-        typer.echo(f"engine-sim: host is {host!r}; expected an address of this machine", err=True)
-        return 2
-    reason = os.strerror(fault.errno) if fault.errno else str(fault)
-    typer.echo(f"engine-sim: cannot listen on {host}:{port}: {reason}", err=True)
-    return 1
+def _check_host(host: str) -> None:
+    """Raises ConfigError for what is no address, PortError for an address of another machine."""
+    from perfmodel.errors import ConfigError, PortError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind((host, 0))
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(f"host is {host!r}; expected an address of this machine") from None
+    except OSError as fault:
+        if fault.errno == errno.EADDRNOTAVAIL:
+            raise PortError(f"host {host} cannot be used: it is no address of this machine") from None
 
 
 def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     """The engine and its server. Raises ConfigError."""
-    from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.engine_clock import ClockConfig
     from perfmodel.adapters.engine_server import ServerConfig
     from perfmodel.adapters.kv_publisher import PublisherConfig
@@ -135,14 +152,14 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     for name, value in (("kv-events-port", options.kv_events_port), ("kv-replay-port", options.kv_replay_port)):
         if not 0 <= value <= 65535:
             raise ConfigError(f"{name} is {value}; expected 0 to 65535")
-    shape = load_catalog().shape(options.hardware, options.arch, options.tensor_parallel, options.dtype)
+    shape = _simulated(options)
     blocks = options.num_gpu_blocks
     if blocks is None:
         blocks = kv_capacity_tokens(shape, max_batched_tokens=options.max_num_batched_tokens) // options.block_size
     longest = options.max_model_len
     if longest is None:
         longest = min(shape.architecture.max_context_tokens, (blocks - 1) * options.block_size)
-    served = options.model or options.arch
+    served = options.model or options.arch or _MODEL
     events = None
     if options.kv_events:
         topic = f"kv@{options.host}@{served}"
@@ -167,6 +184,21 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
         kv_events=events,
         drain_s=options.drain_s,
     )
+
+
+def _simulated(options: _Options) -> EngineShape:
+    """What is simulated. Raises ConfigError: a mistyped name must not be served by a model that nobody asked for."""
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.errors import ConfigError
+
+    catalog = load_catalog()
+    arch = options.arch or options.model or _MODEL
+    try:
+        catalog.model(arch)
+    except ConfigError as fault:
+        hint = "" if options.arch else "; to serve another name, say with --arch what is simulated"
+        raise ConfigError(f"{fault}{hint}") from None
+    return catalog.shape(options.hardware, arch, options.tensor_parallel, options.dtype)
 
 
 def _serve(shape: EngineShape, config: ServerConfig, as_json: bool) -> None:

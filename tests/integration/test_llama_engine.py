@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from controlplane.adapters.llama_engine import LlamaEngine, write_random_model
+from controlplane.adapters.llama_engine import LlamaEngine, LlamaOptions, write_random_model
 from controlplane.errors import ConfigError
 from tests import services
 
@@ -44,6 +44,22 @@ def test_answers_and_counts_what_its_prefix_cache_saved(llama_url: str) -> None:
 def test_lists_its_alias_and_its_metrics(llama_url: str) -> None:
     assert [model["id"] for model in httpx.get(f"{llama_url}/v1/models").json()["data"]] == ["tiny"]
     assert "llamacpp:prompt_tokens_total" in httpx.get(f"{llama_url}/metrics").text
+
+
+def test_a_chat_template_and_stops_of_ours_are_the_servers(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "m.gguf")
+    messages = [{"role": "user", "content": " Who? "}]
+    template = "{{ bos_token }}{% for m in messages %}Question: {{ m['content'] | trim }}\n{% endfor %}Answer:"
+    with LlamaEngine(tmp_path / "m.gguf", LlamaOptions(chat_template=template)) as engine:
+        prompt = httpx.post(f"{engine.url}/apply-template", json={"messages": messages}).json()["prompt"]
+        asked = {"messages": messages, "max_tokens": 32, "temperature": 0}
+        whole = httpx.post(f"{engine.url}/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+    assert prompt.removeprefix("<|bos|>") == "Question: Who?\nAnswer:"
+    stop = whole[len(whole) // 2 :][:3]
+    with LlamaEngine(tmp_path / "m.gguf", LlamaOptions(chat_template=template, stops=("<none>", stop))) as engine:
+        choice = httpx.post(f"{engine.url}/v1/chat/completions", json=asked).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == whole.partition(stop)[0]
 
 
 def test_the_random_model_is_the_same_bytes_every_time(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """The rules that `conftest.py` puts on the suite, each run for real in a pytest of its own.
 
-Owns: a skip is a failure under INFERPLANE_NO_SKIP=1, no process may be left behind, and only loopback may be reached.
-Each rule is shown to fail a test that breaks it, and to leave an honest one alone.
+Owns: a skip is a failure under INFERPLANE_NO_SKIP=1, no process may be left behind, only loopback may be reached, and
+Hypothesis draws the same examples every time unless it is told to explore. Each rule is shown to fail a test that
+breaks it, and to leave an honest one alone.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +22,11 @@ def _run(folder: Path, *bodies: str, **environment: str) -> tuple[int, str]:
     """Exit status and output of pytest with our conftest and settings, on one file for each body."""
     for number, body in enumerate(bodies):
         (folder / f"test_{number}.py").write_text(textwrap.dedent(body))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "INFERPLANE_"))}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_", "INFERPLANE_", "HYPOTHESIS_"))
+    }
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), "-q", str(folder)]
     ran = subprocess.run(
@@ -84,3 +91,63 @@ def test_only_loopback_and_unix_sockets_may_be_reached(tmp_path: Path) -> None:
     assert status == 1, told
     assert "1 failed, 1 passed" in told
     assert "SocketConnectBlockedError" in told
+
+
+PROPERTY = """
+    import os
+    from hypothesis import given, settings, strategies as st
+    from tests.exploring import examples
+    @settings(max_examples=examples(20))
+    @given(st.integers())
+    def test_it(number):
+        with open(os.environ["DRAWN"], "a") as file: file.write(f"{number}\\n")
+"""
+
+
+def _drawn(folder: Path, run: str, **environment: str) -> list[str]:
+    """What a property drew in one run of pytest."""
+    file = folder / run
+    status, told = _run(folder, PROPERTY, DRAWN=str(file), **environment)
+    assert status == 0, told
+    return file.read_text().splitlines()
+
+
+def test_hypothesis_draws_the_same_in_every_run_and_explores_only_where_it_is_told_to(tmp_path: Path) -> None:
+    first, second = _drawn(tmp_path, "first"), _drawn(tmp_path, "second")
+    assert first == second
+    assert 20 <= len(first) < 40
+    explored = [_drawn(tmp_path, run, HYPOTHESIS_PROFILE="explore") for run in ("third", "fourth")]
+    assert explored[0] != explored[1]
+    assert all(len(found) >= 10 * 20 for found in explored)
+
+
+def rigid_settings(text: str) -> Iterator[str]:
+    """Calls of `settings` with a number that `explore` cannot raise. A planted fault's are derandomized instead."""
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "settings"):
+            continue
+        named = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if named.get("derandomize") == "True":
+            continue
+        count = named.get("max_examples", "examples()")
+        if not count.startswith("examples("):
+            yield f"line {node.lineno}: max_examples is {count}; expected examples({count})"
+        if "database" in named:
+            yield f"line {node.lineno}: the database is the profile's"
+
+
+def test_every_property_draws_more_when_it_explores() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} {told}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for told in rigid_settings(path.read_text())
+    ]
+    assert found == []
+
+
+def test_rigid_settings_are_reported() -> None:
+    assert list(rigid_settings("@settings(max_examples=5)\ndef test_it(): ..."))
+    assert list(rigid_settings("A = hypothesis.settings(B, max_examples=5, deadline=None)"))
+    assert list(rigid_settings("A = settings(database=None)"))
+    assert not list(rigid_settings("A = settings(max_examples=5, derandomize=True, database=None)"))
+    assert not list(rigid_settings("A = settings(max_examples=examples(5)); B = settings(deadline=None)"))

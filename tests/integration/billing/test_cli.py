@@ -45,6 +45,8 @@ def book_file(tmp_path: Path) -> Path:
 
 
 def test_a_database_is_brought_to_the_current_tables(sql_url: str) -> None:
+    if sql_url.startswith("sqlite:///"):
+        Path(sql_url.removeprefix("sqlite:///")).touch()  # there, and empty
     before = run(sql_url, "db", "current", "--json")
     assert before.exit_code == 1
     assert json.loads(before.stdout)["revision"] is None
@@ -217,3 +219,27 @@ def test_an_unreachable_database_is_told_in_one_line_without_the_password(tmp_pa
     result = run(f"postgresql://me:hunter2@/x?host={tmp_path}", "bill", "reconcile")
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert "hunter2" not in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("db", "current"),
+        ("prices", "list"),
+        ("prices", "show", "pb-1"),
+        ("bill", "show", "--org", "o", "--from", "2026-11-01", "--to", "2026-12-01"),
+        ("bill", "reconcile"),
+        ("bill", "correct", "--from", "2026-11-01", "--to", "2026-12-01"),
+        ("bill", "close", "2026-01"),
+        ("ship", "--once"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistyped_place_is_told_and_nothing_is_made(words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    for url, place in (("", folder), (f"sqlite:///{folder / 'no.db'}", folder / "no.db")):
+        result = run(url, *words, "--data-dir", str(folder))
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"There is no Inferplane data in {place}; expected the ")
+        assert result.stderr.count("\n") == 1
+        assert not folder.exists()

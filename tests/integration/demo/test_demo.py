@@ -27,6 +27,8 @@ from tests.services import free_tcp_port, temporary_folder
 pytestmark = pytest.mark.timeout(240)
 # Far beyond what a loaded machine with two cores takes; a test that reaches it has hung.
 _DEADLINE_S = 120.0
+# All that a run without a fault says on stderr.
+PROGRESS = re.compile(r"starting \.\.\.|traffic: \d+ of \d+ s, \d+ requests, \d+ completed")
 
 
 class Demo:
@@ -131,7 +133,9 @@ def test_a_run_prints_its_results_as_json_and_leaves_nothing_behind(folder: Path
         run.child("ship")
         children = run.children()
         status, out, err = run.end()
-        assert (status, err) == (0, "")
+        assert status == 0
+        assert err.splitlines(), "a pipe is told how far it is"
+        assert all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
         told = json.loads(out)
         check_results(told)
         # The engines' own words in the clients' answers, and the product's books, are the same tokens.
@@ -193,8 +197,11 @@ def test_a_killed_demo_leaves_nothing_and_the_next_one_starts_at_once(folder: Pa
         run.process.kill()
         with demo(folder, "--exit", "--duration-s", "2", "--port", str(port)) as following:
             status, out, err = following.end()
-            assert (status, err) == (0, "")
+            assert status == 0
+            assert all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
             assert "first token after" in out
+            shown = [line.split()[0] for line in out.splitlines() if line.lstrip().startswith("demo-")]
+            assert shown == ["demo-agent", "demo-chat", "demo-batch"]
             assert "reconcile: exact" in out
         assert none_left(children) == []
 
@@ -212,8 +219,23 @@ def test_a_part_that_cannot_start_is_named_with_its_last_words(folder: Path) -> 
     assert err.count("\n") == 1
 
 
-def test_a_wrong_option_is_a_usage_error(folder: Path) -> None:
-    with demo(folder, "--engine", "gpt") as run:
-        status, _, err = run.end()
-    assert status == 2
-    assert "expected llama" in err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--engine", "gpt"), "--engine is 'gpt'; expected llama."),
+        (("--port", "99999"), "--port is 99999; expected a whole number from 0 to 65535."),
+        (("--duration-s", "0.5"), "--duration-s is 0.5; expected a number from 1 to 86400."),
+        (("--speed", "nan"), "--speed is nan; expected a number from 0.1 to 1000."),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error_and_leaves_the_folder_alone(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "demo"
+    place.mkdir()
+    (place / "demo.lock").touch()
+    (place / "of the last demo").touch()
+    with demo(place, *words) as run:
+        status, out, err = run.end()
+    assert (status, out, err) == (2, "", f"{told}\n")
+    assert (place / "of the last demo").exists()

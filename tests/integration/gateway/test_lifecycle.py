@@ -261,21 +261,6 @@ def test_a_second_node_on_the_port_or_the_folder_is_told_so_in_one_sentence(life
     assert life.ready() is not None
 
 
-def test_usage_errors_exit_with_2_and_settings_that_cannot_be_with_1(tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "controlplane", "serve", "--data-dir", str(tmp_path)]
-    engine = ["--engine", "http://127.0.0.1:1"]
-    asked = [[], [*engine, "--endpoints", "x.json"], [*engine, "--port", "99999"]]
-    running = [
-        subprocess.Popen([*serve, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for more in asked
-    ]
-    none, both, bad = [(*process.communicate(timeout=60), process.returncode) for process in running]
-    assert none == ("", "No engine: give --engine URL or --endpoints FILE.\n", 2)
-    assert both == ("", "Give --engine or --endpoints, not both.\n", 2)
-    assert bad[2] == 1
-    assert bad[1].startswith("port is ")
-    assert bad[1].count("\n") == 1
-
-
 def test_sigterm_drains(life: Node, plain: Caller, crowd: Crowd, engines: Engines) -> None:
     ends: dict[str, bytes] = {}
 

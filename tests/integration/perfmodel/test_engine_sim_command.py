@@ -41,7 +41,9 @@ def failed(*options: str) -> tuple[int, str]:
 
 
 def test_it_serves_at_the_url_it_prints_and_exits_0_after_sigterm() -> None:
-    with running("--model", "llama", "--speed", "50", "--hardware", "h200", "--dtype", "fp8") as (process, facts):
+    with running(
+        "--model", "llama", "--arch", "llama-3.1-8b", "--speed", "50", "--hardware", "h200", "--dtype", "fp8"
+    ) as (process, facts):
         with httpx.Client(base_url=facts["url"], trust_env=False) as client:
             body = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}
             answer = client.post("/v1/chat/completions", json=body).json()
@@ -55,6 +57,12 @@ def test_it_serves_at_the_url_it_prints_and_exits_0_after_sigterm() -> None:
     assert sources["endpoint"] == facts["kv_events_endpoint"]
     assert sources["replay_endpoint"] == facts["kv_replay_endpoint"]
     assert "steps, delivered" in stderr
+
+
+def test_a_model_of_the_catalogue_is_what_is_simulated_and_its_name_is_served() -> None:
+    with running("--model", "qwen3-32b") as (_, facts), httpx.Client(trust_env=False) as client:
+        card = client.get(f"{facts['url']}/v1/models").json()["data"][0]
+    assert (card["id"], card["root"]) == ("qwen3-32b", "Qwen3-32B")
 
 
 def test_sigterm_lets_a_running_stream_finish_and_a_second_one_does_not() -> None:
@@ -84,11 +92,23 @@ def test_a_taken_port_is_one_sentence_and_exit_code_1() -> None:
     assert (code, stderr) == (1, f"engine-sim: cannot listen on 127.0.0.1:{port}: Address already in use")
 
 
+@pytest.mark.parametrize("more", [(), ("--no-kv-events",)])
+def test_an_address_of_another_machine_is_one_sentence_and_exit_code_1(more: tuple[str, ...]) -> None:
+    code, stderr = failed("--host", "203.0.113.7", *more)
+    assert (code, stderr) == (1, "engine-sim: host 203.0.113.7 cannot be used: it is no address of this machine")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (("--hardware", "tpu"), "device is 'tpu'; expected one of A100-SXM-80GB, H100-SXM-80GB, H200-SXM-141GB"),
         (("--arch", "gpt"), "model is 'gpt'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
+        (
+            ("--model", "nope"),
+            "model is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B; to serve another",
+        ),
+        (("--model", "x", "--arch", "nope"), "model is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
+        (("--model", "llama-3.1-70b"), "Llama-3.1-70B in bf16 does not fit on 1 x H100-SXM-80GB"),
         (("--arch", "llama-3.1-70b"), "Llama-3.1-70B in bf16 does not fit on 1 x H100-SXM-80GB"),
         (("--tensor-parallel", "3"), "tensor_parallel_count is 3; expected a divisor of the 32 attention heads"),
         (("--dtype", "int4"), "weight_format is 'int4'; expected one of"),
@@ -105,6 +125,7 @@ def test_a_taken_port_is_one_sentence_and_exit_code_1() -> None:
         (("--kv-events-port", "-5"), "kv-events-port is -5; expected 0 to 65535"),
         (("--drain-s", "-1"), "drain-s is -1.0; expected 0 or more"),
         (("--host", "999.1.1.1", "--no-kv-events"), "host is '999.1.1.1'; expected an address of this machine"),
+        (("--host", "not an address"), "host is 'not an address'; expected an address of this machine"),
     ],
 )
 def test_a_bad_value_is_one_sentence_and_exit_code_2(options: tuple[str, ...], told: str) -> None:

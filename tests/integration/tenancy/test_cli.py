@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from billing.adapters import sql
 from controlplane.adapters import cli
 
 
@@ -35,6 +37,69 @@ class Shell:
 def shell(tmp_path: Path) -> Shell:
     """Commands on a new data folder."""
     return Shell(tmp_path / "data")
+
+
+@pytest.fixture
+def used(shell: Shell) -> Shell:
+    """Commands on a data folder that something was made in."""
+    shell("orgs", "create", "first")
+    return shell
+
+
+# What can be the first thing that is done: it makes the data folder.
+BEGINS = {
+    ("orgs", "create"): ("acme",),
+    ("keys", "bootstrap-admin"): (),
+    ("limits", "set-class"): ("gold", "--outage-policy", "allow"),
+    ("models", "set"): ("m", "--served", "big"),
+}
+
+
+def every_other_command() -> Iterator[tuple[str, ...]]:
+    """Each command of the groups, with a value for all that it requires."""
+    app = typer.Typer()
+    cli.register(app)
+    for name, group in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined] # a click group
+        for command, found in getattr(group, "commands", {}).items():
+            if (name, command) in BEGINS:
+                continue
+            words = [name, command]
+            for parameter in found.params:
+                if parameter.required:
+                    options = parameter.opts[:1] if parameter.param_type_name == "option" else []
+                    words += [*options, "1"]
+            yield tuple(words)
+
+
+@pytest.mark.parametrize("words", list(every_other_command()), ids=" ".join)
+def test_a_mistyped_data_folder_is_told_and_nothing_is_made(words: tuple[str, ...], shell: Shell) -> None:
+    result = shell(*words, exit_code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"There is no Inferplane data in {shell.data_dir}; expected the data folder of an")
+    assert result.stderr.count("\n") == 1
+    assert not shell.data_dir.exists()
+
+
+def test_a_mistyped_sqlite_url_is_told_and_nothing_is_made(shell: Shell) -> None:
+    file = shell.data_dir / "no.db"
+    result = shell("orgs", "list", "--database-url", f"sqlite:///{file}", exit_code=1)
+    assert result.stderr.startswith(f"There is no Inferplane data in {file}; expected")
+    assert not shell.data_dir.exists()
+
+
+def test_a_database_elsewhere_needs_its_pepper_and_gets_no_new_one(shell: Shell, postgres_url: str) -> None:
+    sql.upgrade(postgres_url)
+    result = shell("orgs", "list", "--database-url", postgres_url, exit_code=1)
+    assert result.stderr.startswith(f"There is no Inferplane data in {shell.data_dir}; expected the file pepper")
+    assert not shell.data_dir.exists()
+    shell("orgs", "create", "acme", "--database-url", postgres_url)
+    assert "acme" in shell("orgs", "list", "--database-url", postgres_url).stdout
+
+
+@pytest.mark.parametrize(("words", "more"), BEGINS.items(), ids=" ".join)
+def test_what_begins_a_house_makes_its_folder(words: tuple[str, ...], more: tuple[str, ...], shell: Shell) -> None:
+    shell(*words, *more)
+    assert (shell.data_dir / "inferplane.db").exists()
 
 
 def test_the_first_command_makes_the_embedded_database_and_the_pepper(shell: Shell) -> None:
@@ -59,7 +124,6 @@ def test_a_secret_is_printed_once_and_the_warning_goes_to_stderr(shell: Shell) -
 
 
 def test_a_list_is_one_line_a_record_and_its_json_has_stable_keys(shell: Shell) -> None:
-    assert shell("orgs", "list").stdout == ""
     for name in ("acme", "rival"):
         shell("orgs", "create", name)
     lines = shell("orgs", "list").stdout.splitlines()
@@ -82,8 +146,8 @@ def test_a_list_is_one_line_a_record_and_its_json_has_stable_keys(shell: Shell) 
         (("orgs", "create"), 2, "Missing argument"),
     ],
 )
-def test_exit_codes_and_one_line_reasons(shell: Shell, words: tuple[str, ...], exit_code: int, reason: str) -> None:
-    result = shell(*words, exit_code=exit_code)
+def test_exit_codes_and_one_line_reasons(used: Shell, words: tuple[str, ...], exit_code: int, reason: str) -> None:
+    result = used(*words, exit_code=exit_code)
     assert reason in result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.output

@@ -1,6 +1,6 @@
 """The feed of one process: what it loads, follows, survives and says of itself.
 
-Owns: starts that must fail, stores that go back in time, rows that cannot be understood, the early wake, price refresh.
+Owns: starts that must fail, stores that go back in time, rows that cannot be understood, the early wake.
 On SQLite and PostgreSQL. Does not own: the bound across processes and killed stores (test_revocation.py).
 """
 
@@ -236,24 +236,6 @@ async def test_a_redis_that_is_not_there_costs_an_admin_write_nothing_but_one_sh
         await eventually(lambda: feed.state().epoch == 3)
         assert feed.state().listening is False
         assert feed.state().answering
-
-
-async def test_prices_are_refreshed_beside_the_keys_and_their_fault_harms_no_key(
-    database_url: str, store: KeyStore, pepper: bytes
-) -> None:
-    calls: list[int] = []
-
-    def refresh() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("prices")
-
-    async with running(
-        database_url, pepper, FeedOptions(interval_s=0.05, refresh=refresh, refresh_interval_s=0.05)
-    ) as feed:
-        await eventually(lambda: feed.state().refresh_fault is not None)
-        assert feed.state().answering
-        await eventually(lambda: feed.state().refresh_fault is None and len(calls) > 2)
 
 
 async def test_a_feed_that_is_stopped_leaves_no_connection(postgres_url: str, pepper: bytes) -> None:

@@ -16,8 +16,11 @@ from controlplane.adapters import demo_llama
 from controlplane.adapters.demo_client import Ask, SseReader, Told
 from controlplane.adapters.demo_folder import held
 from controlplane.adapters.demo_llama import LICENCE, RANDOM_MODEL, llama_model
-from controlplane.adapters.demo_report import Results, hit_ratio, percentile
+from controlplane.adapters.demo_progress import ProgressLines
+from controlplane.adapters.demo_report import Results, hit_ratio, percentile, show
 from controlplane.adapters.demo_stack import Announced, simulated_engines
+from controlplane.adapters.demo_tenants import BATCH, CHAT, TENANTS
+from controlplane.adapters.demo_traffic import LLAMA_WORKLOAD, Tally
 from controlplane.errors import ConfigError
 
 
@@ -70,6 +73,46 @@ def test_the_json_holds_simulated_latencies_and_all_requests() -> None:
         "bill": [{"tenant": "demo-chat", "usd": "0.1"}],
         "reconcile": {"exact": True, "events": 4},
     }
+
+
+def test_the_rows_are_the_tenants_of_the_bill_then_the_real_engine_whatever_finished_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bill = [{"tenant": name, "usd": "0.1"} for name in TENANTS]
+    tokens = {"uncached_input": 1, "cached_input": 2, "output": 3}
+    finished = [told(workload=name, ttft_s=1.0) for name in (LLAMA_WORKLOAD, BATCH, CHAT)]
+    for calls, real_engine in ((finished, True), (finished[1:], True), (finished[1:], False), ([], True)):
+        show(Results(calls, len(calls), tokens, bill, Report(event_count=4), 1.0, real_engine=real_engine))
+        rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+        counts = {row[0]: int(row[1]) for row in rows if row and row[0] in (*TENANTS, LLAMA_WORKLOAD)}
+        assert list(counts) == [*TENANTS, *([LLAMA_WORKLOAD] if real_engine else [])]
+        assert all(count == sum(call.workload == name for call in calls) for name, count in counts.items())
+
+
+def test_a_pipe_gets_a_plain_line_every_few_seconds() -> None:
+    now_s = [100.0]
+    tally, lines = Tally(), list[str]()
+    drawn = ProgressLines(tally, 12.0, lines.append, lambda: now_s[0])
+    for _ in range(10 * 30):  # half a minute, looked at ten times a second
+        if now_s[0] >= 107.0 and tally.began_s is None:
+            tally.began_s = now_s[0]
+        tally.sent_count = int(now_s[0])
+        drawn.draw()
+        now_s[0] += 0.1
+    assert lines[0] == "starting ..."
+    assert lines[1] == "traffic: 3 of 12 s, 110 requests, 0 completed"
+    assert lines[-1].startswith("traffic: 12 of 12 s, ")
+    assert 4 <= len(lines) <= 6
+
+
+def test_the_pretrained_gemma_is_asked_as_a_page_of_questions_and_the_random_model_by_its_own_template() -> None:
+    gemma = demo_llama.llama_engine(demo_llama.LlamaModel(demo_llama.GEMMA_MODEL, Path("g")), 1).argv
+    template = gemma[gemma.index("--chat-template") + 1]
+    assert "Question: {{ m['content']" in template
+    assert gemma.count("--stop") == 2
+    other = demo_llama.llama_engine(demo_llama.LlamaModel(RANDOM_MODEL, Path("r")), 1).argv
+    assert other[other.index("--chat-template") + 1] == ""
+    assert "--stop" not in other
 
 
 def test_a_streamed_ask_wants_its_usage() -> None:

@@ -446,6 +446,21 @@ def test_rounds_look_only_at_limits_in_use_and_idle_ones_are_forgotten() -> None
     assert len(pair.leases) == 1
 
 
+def test_a_request_on_its_way_does_not_register_a_slot_that_came_back_meanwhile() -> None:
+    pair, two = Pair(), limit(Dimension.CONCURRENCY, 2, name="c")
+    first = pair.admit((two,))
+    second = pair.leases.plan((two,), ONE, pair.now_ns)  # on its way: one slot is held
+    assert isinstance(first, Admitted)
+    assert isinstance(second, Plan)
+    pair.leases.settle(first.ticket, ONE, pair.now_ns)
+    pair.report()  # none is held any more, and the store knows
+    admitted = pair.leases.merge(second, pair.answer(second), pair.now_ns, pair.now_ns)
+    assert isinstance(admitted, Admitted)
+    pair.leases.settle(admitted.ticket, ONE, pair.now_ns)
+    pair.report()
+    assert look(pair.store, two, pair.now_ns // 1_000).out == 0
+
+
 def test_too_large_is_said_without_asking() -> None:
     pair = Pair()
     refused = pair.admit((WIDE, TOKENS), Cost(0, 10_001))
