@@ -13,6 +13,7 @@ tokens it may have been granted end unspent in the store. Reports carry a number
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from controlplane.lease import (
     FIRST_WISH,
@@ -317,16 +318,18 @@ class Leases:
             return
         ticket.settled = True
         useds = (used.requests, used.input_tokens, used.output_tokens, 1)
-        for lease, reserved, batch in ticket.spends:
-            assert isinstance(lease, Lease) and isinstance(batch, Batch)
-            if lease.axis == SLOTS:
+        spends = cast(list[tuple[Lease, int, Batch]], ticket.spends)  # ours: no other port has made it
+        for lease, reserved, batch in spends:
+            axis = lease.axis
+            if axis == SLOTS:
                 self._free_slot(lease, now_ns)
-            elif reserved > useds[lease.axis]:
-                self._pay_back(lease, reserved - useds[lease.axis], batch)
+            elif reserved > useds[axis]:
+                self._pay_back(lease, reserved - useds[axis], batch)
                 self.urgent = self.urgent or lease.small
-            elif reserved < useds[lease.axis]:
-                self._owe(lease, useds[lease.axis] - reserved, now_ns)
-            self._activate(lease)
+            elif reserved < useds[axis]:
+                self._owe(lease, useds[axis] - reserved, now_ns)
+            if not lease.active:
+                self._activate(lease)
 
     def _free_slot(self, lease: Lease, now_ns: int) -> None:
         lease.in_use -= 1

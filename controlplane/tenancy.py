@@ -100,7 +100,7 @@ class Principal:
 
     def limits_for(self, model: str) -> tuple[Limit, ...]:
         """The limits that a request for `model` must pass."""
-        return tuple(limit for limit in self.limits if limit.model is None or limit.model == model)
+        return tuple([limit for limit in self.limits if limit.model is None or limit.model == model])
 
 
 class DenialReason(StrEnum):

@@ -532,6 +532,8 @@ class EngineAnswer:
 
     async def read_all(self, limit_bytes: int, timeout_s: float) -> bytes:
         """The whole body within `timeout_s` altogether. Raises EngineLost when it is longer than `limit_bytes`."""
+        if self.ended and self._inflater is None and self.buffered_bytes <= limit_bytes:  # it came with its head
+            return self.taken()
         loop = self._connection.loop
         deadline_s = loop.time() + timeout_s
         parts: list[bytes] = []

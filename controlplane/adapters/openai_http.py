@@ -86,7 +86,7 @@ class AsgiSink:
     async def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send the head: it goes out in one write with the first bytes of the body."""
         self.started = True
-        self.open_ended = all(name != b"content-length" for name, _ in headers)
+        self.open_ended = b"content-length" not in [name for name, _ in headers]
         if self._conn is not None:
             self._head = self._conn.head(status, headers, sized=not self.open_ended)
             return

@@ -11,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +40,23 @@ _LOG_CLOSE_S = 1.0
 _UNKNOWN_MODEL = "(unknown)"
 
 
+class _Histogram(Histogram):
+    """A histogram that also takes what was observed since the last tick at once.
+
+    `observe` of a histogram in files that processes share costs 3 us, two thirds of it in the files.
+    """
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """The same as `observe` for each."""
+        counts = [0] * len(self._upper_bounds)
+        for value in values:
+            counts[bisect_left(self._upper_bounds, value)] += 1
+        self._sum.inc(sum(values))
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+
+
 class Metrics:
     """The gateway's metrics. Mutable: counters. `for_process` must run in the process that counts."""
 
@@ -55,15 +73,15 @@ class Metrics:
         self.lost_log_bytes = counter("access_log_lost_bytes", "Access lines that a slow reader made us drop.")
         self.denials = counter("denials", "Requests without a usable key.", "reason")
         labels = ("operation", "model")
-        self.ttft = Histogram(
+        self.ttft = _Histogram(
             "inferplane_time_to_first_token_seconds", "Request head to first token sent.", labels,
             buckets=_TTFT_EDGES_S, registry=registry,
         )  # fmt: skip
-        self.tpot = Histogram(
+        self.tpot = _Histogram(
             "inferplane_time_per_output_token_seconds", "(Duration - TTFT) / (output tokens - 1).", labels,
             buckets=_TPOT_EDGES_S, registry=registry,
         )  # fmt: skip
-        self.duration = Histogram(
+        self.duration = _Histogram(
             "inferplane_request_duration_seconds", "Request head to last byte.", labels,
             buckets=_DURATION_EDGES_S, registry=registry,
         )  # fmt: skip
@@ -108,6 +126,7 @@ class Telemetry:
         self._in_flight_count = 0
         # Counts since the last tick: adding here is five times cheaper than in the files that processes share.
         self._counts: dict[Any, int] = {}
+        self._observed: dict[_Histogram, list[float]] = {}
 
     def started(self) -> None:
         """A request's head was read."""
@@ -122,14 +141,14 @@ class Telemetry:
         self._in_flight_count -= 1
         request = call.request
         asked = request.model_asked
-        model = asked if self._known_model(asked) else _UNKNOWN_MODEL
+        model = asked if trace.attempts_count or self._known_model(asked) else _UNKNOWN_MODEL
         series = self._series.get((request.operation.value, model)) or self._make(request.operation.value, model)
         status = series.statuses.get(trace.status)
         if status is None:
             status = self.metrics.requests.labels(request.operation.value, model, str(trace.status))
             series.statuses[trace.status] = status
         self._add(status, 1)
-        series.duration.observe(trace.duration_s)
+        self._observe(series.duration, trace.duration_s)
         if trace.attempts_count == 0:
             self.metrics.refusals.labels(trace.reason).inc()
         else:
@@ -142,6 +161,12 @@ class Telemetry:
 
     def _add(self, child: Any, count: int) -> None:
         self._counts[child] = self._counts.get(child, 0) + count
+
+    def _observe(self, child: _Histogram, value: float) -> None:
+        values = self._observed.get(child)
+        if values is None:
+            values = self._observed[child] = []
+        values.append(value)
 
     def _make(self, operation: str, model: str) -> _Series:
         m = self.metrics
@@ -175,9 +200,9 @@ class Telemetry:
         if usage.estimated:
             self.metrics.estimated.labels(model).inc()
         if trace.first_token_s is not None:
-            series.ttft.observe(trace.first_token_s)
+            self._observe(series.ttft, trace.first_token_s)
             if output is not None and output > 1 and trace.outcome == "completed":
-                series.tpot.observe((trace.duration_s - trace.first_token_s) / (output - 1))
+                self._observe(series.tpot, (trace.duration_s - trace.first_token_s) / (output - 1))
 
     def _write(self, call: Call, trace: Trace) -> None:
         usage = trace.usage
@@ -225,6 +250,9 @@ class Telemetry:
         counts, self._counts = self._counts, {}
         for child, count in counts.items():
             child.inc(count)
+        observed, self._observed = self._observed, {}
+        for histogram, values in observed.items():
+            histogram.observe_all(values)
         self.metrics.in_flight.set(self._in_flight_count)
         for store, answers in answering.items():
             self.metrics.health.labels(store).set(answers)
