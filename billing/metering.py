@@ -1,8 +1,9 @@
 """Counting tokens in an engine's answer while it is relayed, and cutting out the usage that only we asked for.
 
-Owns: `Meter` (a server-sent-event stream in, the client's bytes out, usage counted on the way), `usage_of` (a whole
-JSON answer), and the rule of which of an engine's many usage figures counts. Does not own: what a token costs
-(`pricing`), the request side (`controlplane.adapters.openai_wire`), or any socket. Bytes and seconds are arguments.
+Owns: `Meter` (a server-sent-event stream in, the client's bytes out, usage counted on the way), and the rule of which
+of an engine's many usage figures counts. Does not own: the reading of one usage object or of a whole answer
+(`token_usage`), what a token costs (`pricing`), the request side (`controlplane.adapters.openai_wire`), or any socket.
+Bytes and seconds are arguments.
 
 To have a count when a stream breaks, the gateway asks every engine for usage in each chunk. The client must not see
 that: what `feed` returns is what the engine would have sent for the client's own body, byte for byte. That includes
@@ -16,27 +17,19 @@ chunks; a count that falls is flagged `inconsistent`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-import orjson
-
-from billing.json_members import json_members, reject_constant
+from billing.json_members import json_members
+from billing.token_usage import MAX_TOKENS, Usage, parsed_json, tier_of, token_count, usage_from
 
 # DESIGN 4.3: a checkpoint follows delivery by at most 64 tokens or one second, whichever is less.
 CHECKPOINT_TOKENS: Final = 64
 CHECKPOINT_S: Final = 1.0
 # The longest event that is waited for; the longest seen in practice (logprobs, base64 audio) are under 1 MB.
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-# No context and no answer has a billion tokens: what an engine says beyond is no count, and would break the books.
-_MAX_TOKENS: Final = 1_000_000_000
-# Names of service tiers are a word.
-_MAX_TIER_CHARS: Final = 64
-# Bytes of text per token when an engine gives no usage at all (the same figure as the input estimate, reference 3.2).
-_BYTES_PER_TOKEN: Final = 4
 
 # The inside of a usage object whose values are numbers, null or one level of objects of these. A colon must not be
 # followed by a quote, so no string value (which could hold a brace) is ever matched.
@@ -55,34 +48,6 @@ _LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r|\Z)")
 _DONE: Final = b"[DONE]"
 
 
-class Usage(NamedTuple):
-    """Token counts of one attempt, each token in exactly one of the three input counts. Unknown is None, never 0."""
-
-    uncached_input_tokens: int | None
-    """Input neither read from nor written to a prompt cache; all of it when the engine tells no cache counts."""
-    cached_input_tokens: int | None
-    cache_write_tokens: int | None
-    output_tokens: int | None
-    """Over all choices; reasoning included."""
-    reasoning_tokens: int | None
-    tier_served: str | None = None
-    estimated: bool = False
-    """The counts are ours, or the engine's last word before it was cut short."""
-    inconsistent: bool = False
-    """The engine contradicted itself: a total below what it had counted, or more cached than input tokens."""
-
-    @property
-    def input_tokens(self) -> int | None:
-        """The whole prompt: uncached, cached and written; None when the engine did not say."""
-        if self.uncached_input_tokens is None:
-            return None
-        return self.uncached_input_tokens + (self.cached_input_tokens or 0) + (self.cache_write_tokens or 0)
-
-
-UNKNOWN_USAGE: Final = Usage(None, None, None, None, None)
-"""Nothing is known: the engine said nothing and nothing was delivered."""
-
-
 class StreamEnd(StrEnum):
     """How an engine's stream ended."""
 
@@ -91,80 +56,6 @@ class StreamEnd(StrEnum):
     """Neither `[DONE]` nor a finish reason for every choice came."""
     ENGINE_ERROR = "engine_error"
     """An event with an error came; a `[DONE]` after it proves nothing."""
-
-
-def usage_of(body: bytes, choices: int = 1) -> Usage:
-    """The usage of a whole (non-streamed) OpenAI answer of `choices` choices.
-
-    The engine's own figures when there are any, else an estimate of the output from the answer's text (bytes/4), else
-    `UNKNOWN_USAGE`. Never raises: an answer that is no JSON is unknown.
-    """
-    answer = _parsed(body)
-    if not isinstance(answer, dict):
-        return UNKNOWN_USAGE
-    tier = _tier(answer)
-    counts = answer.get("usage")
-    if isinstance(counts, dict) and _count(counts, "completion_tokens") is not None:
-        return _usage(counts, _count(counts, "completion_tokens"), tier=tier)
-    prompt = counts if isinstance(counts, dict) else {}
-    answers = answer.get("choices")
-    size = sum(_text_bytes(choice) for choice in answers[:choices]) if isinstance(answers, list) else 0
-    estimate = max(1, -(-size // _BYTES_PER_TOKEN)) if answers else None
-    return _usage(prompt, estimate, tier=tier, estimated=True)
-
-
-def _text_bytes(choice: Any) -> int:
-    """Bytes of what a choice says: its text, or its message without the role and without JSON's own signs."""
-    if not isinstance(choice, dict):
-        return 0
-    said = choice.get("message", choice.get("text"))
-    parts = [value for name, value in said.items() if name != "role" and value] if isinstance(said, dict) else [said]
-    return sum(
-        len(part.encode(errors="replace")) if isinstance(part, str) else len(json.dumps(part)) for part in parts if part
-    )
-
-
-def _parsed(data: bytes) -> Any:
-    """The JSON value, or None. orjson refuses lone surrogates, which engines do send; the standard library does not."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        pass
-    try:
-        return json.loads(data, parse_constant=reject_constant)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _count(counts: Mapping[str, Any], name: str) -> int | None:
-    value = counts.get(name)
-    return value if type(value) is int and 0 <= value < _MAX_TOKENS else None
-
-
-def _tier(answer: Mapping[str, Any]) -> str | None:
-    tier = answer.get("service_tier")
-    if type(tier) is not str or len(tier) > _MAX_TIER_CHARS or not (tier.isascii() and tier.isprintable()):
-        return None  # an engine's text goes into the books only as the short name that it should be
-    return tier
-
-
-def _usage(
-    counts: Mapping[str, Any], output: int | None, *, tier: str | None, estimated: bool = False, wrong: bool = False
-) -> Usage:
-    """Disjoint counts from OpenAI's, where cached and written tokens are inside `prompt_tokens` (reference 2.3)."""
-    prompt = _count(counts, "prompt_tokens")
-    details = counts.get("prompt_tokens_details")
-    inside = details if isinstance(details, dict) else {}
-    cached, written = _count(inside, "cached_tokens"), _count(inside, "cache_write_tokens")
-    thought = counts.get("completion_tokens_details")
-    reasoning = _count(thought, "reasoning_tokens") if isinstance(thought, dict) else None
-    if prompt is None:
-        return Usage(None, None, None, output, reasoning, tier, estimated, wrong)
-    if (cached or 0) + (written or 0) > prompt:  # a lie; the prompt's size bounds what may be given away as cached
-        wrong, written = True, None
-        cached = None if cached is None else min(cached, prompt)
-    uncached = prompt - (cached or 0) - (written or 0)
-    return Usage(uncached, cached, written, output, reasoning, tier, estimated, wrong)
 
 
 class _Held(NamedTuple):
@@ -186,9 +77,32 @@ class Meter:
     """
 
     __slots__ = (
-        "_all_finished", "_choices", "_chunks", "_cr", "_cut", "_delivered", "_delivered_all", "_failed", "_finished",
-        "_held", "_held_before", "_keep_chunk", "_keep_each", "_last", "_marked_s", "_marked_tokens", "_pattern",
-        "_released", "_seen", "_tail", "_tier", "_total", "_wrong", "done", "first_token",
+        "_all_finished",
+        "_choices",
+        "_chunks",
+        "_cr",
+        "_cut",
+        "_delivered",
+        "_delivered_all",
+        "_failed",
+        "_finished",
+        "_held",
+        "_held_before",
+        "_keep_chunk",
+        "_keep_each",
+        "_last",
+        "_marked_s",
+        "_marked_tokens",
+        "_pattern",
+        "_plain",
+        "_released",
+        "_seen",
+        "_tail",
+        "_tier",
+        "_total",
+        "_wrong",
+        "done",
+        "first_token",
     )  # fmt: skip
 
     def __init__(self, *, choices: int, keep_usage_chunk: bool, keep_continuous_usage: bool, now_s: float) -> None:
@@ -196,6 +110,8 @@ class Meter:
         self._keep_chunk = keep_usage_chunk
         self._keep_each = keep_usage_chunk and keep_continuous_usage  # engines ignore the second without the first
         self._cut = not self._keep_each
+        self._plain = choices == 1 and not keep_usage_chunk
+        """Its common event may be tried for first, as long as nothing has finished."""
         self._pattern = _USAGE_OBJECT if keep_usage_chunk else _USAGE_ANY
         self.done = False
         """`[DONE]` was seen. No proof of success: see `end`."""
@@ -227,6 +143,10 @@ class Meter:
         if self._cr or b"\r" in data:
             return self._feed_any_line_end(data)
         tail = self._tail
+        if self._plain and self.first_token and not tail and data.find(b"\n") == len(data) - 2:
+            shown = self._one_steady(data)
+            if shown is not None:
+                return shown
         if tail:
             start = max(0, len(tail) - 1)
             tail += data
@@ -286,7 +206,7 @@ class Meter:
     def _is_whole(self, rest: bytes) -> bool:
         """Whether an event without its blank line is complete all the same (some engines end in one line end)."""
         text = _json_text(rest)
-        return text is None or text == _DONE or isinstance(_parsed(text), dict)
+        return text is None or text == _DONE or isinstance(parsed_json(text), dict)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -322,7 +242,7 @@ class Meter:
         The common form: every event is one `data: {..}` line with one unfinished choice and no error; usage, if there
         is any, is the last member of each. Nothing is held before every choice has finished.
         """
-        count = 1 if run.find(b"\n") == len(run) - 2 else run.count(b"\n") >> 1
+        count = run.count(b"\n") >> 1
         if (
             run.count(b'"finish_reason":null') != count
             or not run.startswith(b"data: {")
@@ -331,22 +251,42 @@ class Meter:
             or b'"error"' in run
         ):
             return None
+        shown, cuts = self._pattern.subn(b"", run) if self._cut else (run, -1)
+        if cuts >= 0 and ((cuts and cuts != count) or b'"usage"' in shown):
+            return None
         at = run.rfind(b',"usage":')
-        counts: Any = _parsed(run[at + 9 : -3]) if at >= 0 else None
-        is_counted = type(counts) is dict
-        if at >= 0 and not is_counted and (run[at + 9 : -3] != b"null" or b',"usage":{' in run):
-            return None
-        shown, cuts = run, 0
-        if self._cut and count > 1:
-            shown, cuts = self._pattern.subn(b"", run)
-        elif self._cut and at >= 0 and (is_counted or not self._keep_chunk):
-            shown = run[:at] + b"}\n\n"  # what `_pattern` would cut: a whole value, before the event's last brace
-        if self._cut and ((cuts and cuts != count) or b'"usage"' in shown):
-            return None
-        if is_counted:
-            self._note(0, counts)
+        if at >= 0:
+            counts = parsed_json(run[at + 9 : -3])
+            if isinstance(counts, dict):
+                self._note(0, counts)
+            elif counts is not None or run[at + 9 : -3] != b"null" or b',"usage":{' in run:
+                return None
         self._chunks[0] = self._chunks.get(0, 0) + count
         return shown
+
+    def _one_steady(self, event: bytes) -> bytes | None:
+        """One event of the common form that ends in a usage object which the client has not asked for; else None.
+
+        What is cut is a whole JSON value after `,"usage":` and before the event's last brace (as `_USAGE_ANY` says),
+        and the only place that has the name.
+        """
+        at = event.find(b'"usage"') - 1
+        if (
+            at < 0
+            or event[at : at + 10] != b',"usage":{'
+            or event.count(b'"finish_reason":null') != 1
+            or not event.startswith(b"data: {")
+            or not event.endswith(b"}}\n\n")
+            or b'"error"' in event
+        ):
+            return None
+        counts = parsed_json(event[at + 9 : -3])
+        if type(counts) is not dict:
+            return None
+        self._note(0, counts)
+        self._chunks[0] = self._chunks.get(0, 0) + 1
+        self._account()
+        return event[:at] + b"}\n\n"
 
     def _event(self, raw: bytes, out: list[bytes]) -> None:
         """One event, in any form. Exact and slower."""
@@ -364,7 +304,7 @@ class Meter:
             self._let_go(out, keep_own_usage=True)
             self.done = True
         elif payload is not None:
-            chunk = _parsed(payload)
+            chunk = parsed_json(payload)
         if not isinstance(chunk, dict):
             self._let_go(out)
             out.append(raw)
@@ -386,7 +326,7 @@ class Meter:
                 self._choice(choice)
         if type(usage) is dict:
             self._note_chunk(choices, usage)
-        self._tier = _tier(chunk) or self._tier
+        self._tier = tier_of(chunk) or self._tier
         if not self._cut or (self._keep_chunk and (not choices or type(usage) is not dict)):
             self._let_go(out)
             out.append(raw)
@@ -433,6 +373,7 @@ class Meter:
         if finish is not None:
             self._finished.add(index)
             self._all_finished = len(self._finished) >= self._choices
+            self._plain = False
         if self.first_token and not (finish is not None and not delta and not choice.get("text")):
             self._chunks[index] = self._chunks.get(index, 0) + 1
 
@@ -443,14 +384,14 @@ class Meter:
             self._note(index if type(index) is int else 0, usage)
         elif choices and self._choices == 1:
             self._note(0, usage)
-        elif (output := _count(usage, "completion_tokens")) is not None:
+        elif (output := token_count(usage, "completion_tokens")) is not None:
             if output < sum(self._last.values()):
                 self._wrong = True
             self._total = self._seen = usage
 
     def _note(self, index: int, usage: Mapping[str, Any]) -> None:
         output = usage.get("completion_tokens")
-        if type(output) is not int or not 0 <= output < _MAX_TOKENS:
+        if type(output) is not int or not 0 <= output < MAX_TOKENS:
             return
         if output < self._last.get(index, 0):  # a cumulative count does not fall
             self._wrong = True
@@ -459,7 +400,7 @@ class Meter:
 
     def _output(self) -> int:
         if self._total is not None:
-            return self._total["completion_tokens"]  # type: ignore[no-any-return] # checked by _count when it was noted
+            return self._total["completion_tokens"]  # type: ignore[no-any-return] # checked by token_count when it was noted
         last = self._last
         if self._choices == 1:
             return last[0] if last else self._chunks.get(0, 0)
@@ -494,7 +435,7 @@ class Meter:
         counted = self._total is not None or (bool(self._last) and self._all_finished)
         seen = self._seen if self._seen is not None else {}
         output = self._output() if (self._seen is not None or self._chunks) else None
-        return _usage(seen, output, tier=self._tier, estimated=not counted, wrong=self._wrong)
+        return usage_from(seen, output, tier=self._tier, estimated=not counted, wrong=self._wrong)
 
     def delivered_usage(self) -> Usage:
         """What the client got: the engine's counts if that is all of them, else an estimate.
@@ -504,7 +445,7 @@ class Meter:
         if self._delivered_all and self._total is not None:
             return self.engine_usage()
         prompt = {} if self._seen is None else {"prompt_tokens": self._seen.get("prompt_tokens")}
-        return _usage(prompt, self._delivered, tier=self._tier, estimated=True, wrong=self._wrong)
+        return usage_from(prompt, self._delivered, tier=self._tier, estimated=True, wrong=self._wrong)
 
     def checkpoint_due(self, now_s: float) -> bool:
         """Whether delivery is ahead of the last checkpoint by 64 tokens, or by anything for a second."""
@@ -560,7 +501,7 @@ def _without_usage(raw: bytes, chunk: Mapping[str, Any]) -> bytes:
         return shown
     shown, cuts = _USAGE_INSIDE.subn(b"", raw)
     if cuts == 1 and shown.startswith(b"data: {"):  # proven right by what is left, which costs less than the walk
-        left = _parsed(shown[6:])
+        left = parsed_json(shown[6:])
         if isinstance(left, dict) and left == {name: value for name, value in chunk.items() if name != "usage"}:
             return shown
     text = (_json_text(raw) or b"").decode("latin-1")
@@ -585,7 +526,7 @@ def _members_text(raw: bytes, names: set[str]) -> bytes:
     usage = _USAGE_INSIDE.search(raw)
     if usage is not None and raw.endswith(b"}\n\n"):  # mostly they are all that follows the usage: proven by parsing it
         text = raw[usage.end() : -3]
-        found = _parsed(b"{" + text[1:] + b"}")
+        found = parsed_json(b"{" + text[1:] + b"}")
         if isinstance(found, dict) and found.keys() == names:
             return text
     members, _ = json_members((_json_text(raw) or b"").decode("latin-1"))

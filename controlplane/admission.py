@@ -102,8 +102,8 @@ def limit_headers(view: LimitView) -> list[tuple[bytes, bytes]]:
 
 def duration(seconds: float) -> str:
     """A duration as the hosted API writes it (Go's form): 120ms, 1s, 59.28s, 6m0s, 1h0m0s; rounded up to 1 ms."""
-    ms = max(0, math.ceil(round(seconds * 1_000, 3)))
-    if ms == 0:
+    ms = math.ceil(seconds * 1_000 - 0.0005)  # half a microsecond is a float's rounding, not a wait
+    if ms <= 0:
         return "0s"
     if ms < 1_000:
         return f"{ms}ms"

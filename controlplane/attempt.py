@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from billing.metering import Meter, Usage
+from billing.metering import Meter
+from billing.token_usage import Usage
 from billing.usage_event import Outcome
 from controlplane.ports import Answer, AttemptEnd, Call, Sink, Target, Trace
 from controlplane.rate_limit import Cost, LimitView, Ticket

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from billing.metering import Meter, Usage
+from billing.metering import Meter
+from billing.token_usage import Usage
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.rate_limit import LimitsPort, LimitView, Refused
 from controlplane.request import InferenceRequest

@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from billing.metering import CHECKPOINT_S, UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
+from billing.metering import CHECKPOINT_S, Meter, StreamEnd
+from billing.token_usage import UNKNOWN_USAGE, Usage, usage_of
 from billing.usage_event import Outcome, UsageCheckpoint, UsageClose, UsageOpen
 from controlplane.admission import after_outage
 from controlplane.attempt import NOTHING, Attempt, Run, Verdict, used_by

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Literal, NamedTuple
 
 EngineKind = Literal["vllm", "sglang", "trtllm", "llamacpp", "sim", "openai"]
@@ -177,6 +178,8 @@ class Load:
 
     __slots__ = (
         "_backlog_s",
+        "_due_s",
+        "_head_s",
         "_peer_news",
         "_progress_s",
         "_waiting",
@@ -190,6 +193,10 @@ class Load:
         self._waiting: dict[int, Ticket] = {}
         self._backlog_s = 0.0
         self._progress_s = 0.0
+        # Of the oldest that waits, worked out when it changes and not at each pick: its prefill's seconds, and when that
+        # is taken as done (never: its first token will be seen, or nothing waits).
+        self._head_s = 0.0
+        self._due_s = inf
         self._peer_news: dict[str, tuple[LoadNews, float]] = {}
         self.own: dict[int, Ticket] = {}
         """Every ticket of ours in flight."""
@@ -206,6 +213,8 @@ class Load:
             self._progress_s = ticket.picked_s
         self._waiting[ticket.ticket_id] = ticket
         self.own[ticket.ticket_id] = ticket
+        if len(self._waiting) == 1:
+            self._find_head()
         self._backlog_s += ticket.prefill_s
         self.kv_tokens += ticket.kv_tokens
 
@@ -234,13 +243,12 @@ class Load:
         Engines start prefills in order, so elapsed time is credited to the oldest one only. One that is overdue is
         expected to need as long again as it is late: a stuck engine looks worse the longer it is stuck, not idle.
         """
-        if self._waiting:
+        if now_s >= self._due_s:
             self._advance(now_s)
         if not self._waiting:
             return self.peer_backlog_s
-        head_s = self._waiting[next(iter(self._waiting))].prefill_s
-        elapsed_s = now_s - self._progress_s
-        return self.peer_backlog_s + self._backlog_s - head_s + abs(head_s - elapsed_s)
+        head_s = self._head_s
+        return self.peer_backlog_s + self._backlog_s - head_s + abs(head_s - now_s + self._progress_s)
 
     def settled(self, previous_use_us: int | None, now_s: float) -> bool:
         """Was the prefix that was last used then surely prefilled by now? Otherwise a low `cached_tokens` only says
@@ -285,18 +293,23 @@ class Load:
 
     def _advance(self, now_s: float) -> None:
         """Take the prefills of answers that are not streamed as done when they were predicted to be."""
-        while self._waiting:
-            head = self._waiting[next(iter(self._waiting))]
-            due_s = max(head.picked_s, self._progress_s) + head.prefill_s
-            if head.streamed or now_s < due_s:
-                return
-            self.start_decode(head, due_s)
+        while now_s >= self._due_s:
+            self.start_decode(self._waiting[next(iter(self._waiting))], self._due_s)
 
     def _leave_backlog(self, ticket: Ticket, now_s: float) -> None:
         del self._waiting[ticket.ticket_id]
         # Set to zero when empty, so that rounding never adds up.
         self._backlog_s = self._backlog_s - ticket.prefill_s if self._waiting else 0.0
         self._progress_s = now_s
+        self._find_head()
+
+    def _find_head(self) -> None:
+        self._head_s, self._due_s = 0.0, inf
+        for head in self._waiting.values():
+            self._head_s = head.prefill_s
+            if not head.streamed:
+                self._due_s = max(head.picked_s, self._progress_s) + head.prefill_s
+            return
 
 
 # The breaker opens when this many of the last attempts in its window failed. Five is what R22 of the router notes

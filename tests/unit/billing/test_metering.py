@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from billing.metering import UNKNOWN_USAGE, Meter, StreamEnd, Usage, usage_of
+from billing.metering import Meter, StreamEnd
+from billing.token_usage import UNKNOWN_USAGE, Usage, usage_of
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 VLLM = RECORDED / "vllm_0.32.0"
