@@ -192,18 +192,16 @@ class Gateway:
             )
         )
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> Awaitable[None]:
         """The ASGI entry: the data plane first, everything else is the framework's."""
         if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-            return
+            return self._lifespan(receive, send)
         path = scope["path"]
         if self._routes.serves(path):
-            await self._routes(scope, receive, send)
-        elif self._ops.serves(path):
-            await self._ops(scope, send)
-        else:
-            await self._admin(scope, receive, send)
+            return self._routes(scope, receive, send)
+        if self._ops.serves(path):
+            return self._ops(scope, send)
+        return self._admin(scope, receive, send)
 
     def drain(self) -> None:
         """From now on `/readyz` answers 503; requests are still served."""

@@ -99,6 +99,15 @@ class GatewayProtocol(HttpToolsProtocol):
         """The client waits for leave to send its body (`expect: 100-continue`)."""
         return self.cycle is not None and self.cycle.waiting_for_100_continue
 
+    def whole_body(self, max_bytes: int) -> bytes | None:
+        """The body of the current request, once, if all of it is here and it is not too large; else use `receive`."""
+        cycle = self.cycle
+        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue or len(cycle.body) > max_bytes:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        return body
+
     # -- answers ---------------------------------------------------------------------------------------------------
     #
     # The data plane writes its answers here instead of sending messages through uvicorn, whose checks of each header
@@ -373,6 +382,7 @@ def build_server(app: Any, options: ServerOptions) -> GatewayServer:
         http=partial(GatewayProtocol, times=options.times),  # type: ignore[arg-type] # it calls it like a class
         loop="uvloop",
         ws="none",
+        interface="asgi3",
         lifespan="on",
         access_log=False,
         log_level="error",  # its warnings are of malformed requests: anybody could fill the log

@@ -269,7 +269,10 @@ class OpenAiRoutes:
         try:
             if problem is not None:
                 raise problem
-            body = await self._read_body(receive, length)
+            conn: GatewayProtocol | None = (scope.get("extensions") or {}).get(CONNECTION)
+            body = conn.whole_body(self._c.max_body_bytes) if conn is not None else None
+            if body is None:
+                body = await self._read_body(receive, length)
             if body is None:
                 return  # the client left before its request was complete: nothing was asked of us
             request = openai_wire.parse(operation, body)
