@@ -110,7 +110,7 @@ class Meter:
         self._keep_chunk = keep_usage_chunk
         self._keep_each = keep_usage_chunk and keep_continuous_usage  # engines ignore the second without the first
         self._cut = not self._keep_each
-        self._plain = choices == 1 and not keep_usage_chunk
+        self._plain = choices == 1 and self._cut
         """Its common event may be tried for first, as long as nothing has finished."""
         self._pattern = _USAGE_OBJECT if keep_usage_chunk else _USAGE_ANY
         self.done = False
@@ -265,7 +265,7 @@ class Meter:
         return shown
 
     def _one_steady(self, event: bytes) -> bytes | None:
-        """One event of the common form that ends in a usage object which the client has not asked for; else None.
+        """One event of the common form that ends in a usage object which is not the client's; None for any other.
 
         What is cut is a whole JSON value after `,"usage":` and before the event's last brace (as `_USAGE_ANY` says),
         and the only place that has the name.
