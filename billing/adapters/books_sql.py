@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from billing.adapters.partitions_sql import within
+from billing.adapters.partitions_sql import hold_still, within
 from billing.adapters.sql import is_sqlite, read, write
 from billing.adapters.tables import EntryRow, PeriodRow, PostingRow, PriceBookRow, PriceRow, UsageEventRow, table
 from billing.errors import PriceBookError
@@ -120,6 +120,7 @@ def content_hash(book: PriceBook) -> str:
 
 def _refuse_rewriting(connection: Connection, book: PriceBook) -> None:
     """A book that starts in the past would price usage differently from how it was billed."""
+    hold_still(connection)
     query = sa.select(_EVENT.c.event_id).where(
         _EVENT.c.ended_ns >= book.valid_from_ns, _EVENT.c.received_ns >= book.valid_from_ns
     )

@@ -22,7 +22,7 @@ from billing import ledger, rollup
 from billing.adapters import books_sql, ingest_sql
 from billing.adapters.event_rows import from_row
 from billing.adapters.ingest_sql import Raced
-from billing.adapters.partitions_sql import within
+from billing.adapters.partitions_sql import hold_still, within
 from billing.adapters.sql import is_sqlite, write
 from billing.adapters.tables import UsageCorrectionRow, UsageEventRow, table
 from billing.errors import StoreUnavailable
@@ -89,6 +89,7 @@ def _chunk(
                 if not is_sqlite(connection):
                     # Two corrections of the same event at once would both start from the same version.
                     connection.exec_driver_sql("LOCK TABLE usage_correction IN SHARE ROW EXCLUSIVE MODE")
+                hold_still(connection)
                 rows = _rows(connection, scope, last)
                 books = schedule(books_sql.read_books(connection))
                 corrections = [one for row in rows if (one := _correction(row, books)) is not None]

@@ -94,6 +94,15 @@ def make_partitions(engine: Engine, now_ns: int, lock_wait_s: float = LOCK_WAIT_
     return PartitionReport(tuple(made), moved_count)
 
 
+def hold_still(connection: Connection) -> None:
+    """Until this transaction ends no event moves to another partition. The first read of a transaction that reads
+    events comes after it: a statement that waits for a move is pruned by the partitions after it and sees the rows
+    from before it, and so none. Waits for a move that is under way; `make_partitions` puts itself off meanwhile.
+    """
+    if not is_sqlite(connection):
+        connection.exec_driver_sql("LOCK TABLE usage_event_default IN ACCESS SHARE MODE")  # takes no snapshot
+
+
 def within(connection: Connection, from_ns: int, until_ns: int) -> tuple[sa.ColumnElement[bool], ...]:
     """Conditions on `usage_event.event_id` that every event which came in or ended in [from_ns, until_ns) fulfils.
 
@@ -160,7 +169,9 @@ def _months_in_default(connection: Connection) -> Iterator[Period]:
 
 def _is_taken(connection: Connection, period: Period) -> bool:
     """Whether a table has the partition's name without being one: somebody detached it, and it stays detached."""
-    taken = bool(connection.exec_driver_sql("SELECT to_regclass(%s) IS NOT NULL", (_name(period),)).scalar())
+    # Both functions look at the catalogue as it is now, not as of this transaction: another worker may just have made it.
+    asked = "SELECT to_regclass(%s) IS NOT NULL AND pg_partition_root(to_regclass(%s)) IS NULL"
+    taken = bool(connection.exec_driver_sql(asked, (_name(period), _name(period))).scalar())
     if taken:
         _log.warning("The table %s is no partition of usage_event; events of its month stay outside.", _name(period))
     return taken

@@ -24,7 +24,7 @@ from billing.adapters import books_sql
 from billing.adapters.event_rows import from_row
 from billing.adapters.event_scan import EventScan, Work
 from billing.adapters.event_sums import posting_tallies, rollup_rows
-from billing.adapters.partitions_sql import within
+from billing.adapters.partitions_sql import hold_still, within
 from billing.adapters.reconcile_inputs import EngineSource, engine_tokens, spooled_events
 from billing.adapters.sql import is_sqlite, pico_sum, read
 from billing.adapters.tables import (
@@ -140,6 +140,7 @@ def reconcile(engine: Engine, options: ReconcileOptions | None = None) -> Report
     with read(engine) as connection:
         if not is_sqlite(connection):
             connection.exec_driver_sql(f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_S * 1000}")
+        hold_still(connection)
         _Run(connection, report, chosen).run()
     if chosen.spool_dir is not None:
         _compare_spool(engine, chosen.spool_dir, report)
@@ -323,6 +324,7 @@ def _compare_spool(engine: Engine, spool_dir: Path, report: Report) -> None:
         events = {one.event_id: one for one in chunk if not isinstance(one, Damage)}
         query = sa.select(_EVENT.c.event_id, _EVENT.c.payload_hash).where(_EVENT.c.event_id.in_(events))
         with read(engine) as connection:
+            hold_still(connection)
             hashes = {row[0]: row[1] for row in connection.execute(query)}
         for one in chunk:
             if isinstance(one, Damage):

@@ -7,7 +7,10 @@ Owns: where a row lies and which partitions a query touches. Does not own: what 
 from __future__ import annotations
 
 import multiprocessing
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,13 +19,13 @@ import sqlalchemy as sa
 from alembic import command
 from sqlalchemy.engine import Connection, Engine
 
-from billing.adapters import books_sql, sql
+from billing.adapters import books_sql, partitions_sql, sql
 from billing.adapters.corrections_sql import Scope, correct_prices
 from billing.adapters.ingest import Ingest, IngestBatch
 from billing.adapters.partitions_sql import MONTHS_AHEAD, PartitionReport, make_partitions, within
 from billing.adapters.reconcile_sql import reconcile
 from billing.adapters.tables import UsageEventRow, table
-from billing.errors import StoreError
+from billing.errors import PriceBookError, StoreError
 from billing.ledger import ID_MARGIN_NS, NS_PER_S, event_id_floor, month_of
 from billing.usage_event import UsageEvent
 from tests.fakes.ledger_events import a_book, usage_event
@@ -277,6 +280,53 @@ def test_a_correction_of_one_month_finds_every_event_of_it(engine: Engine) -> No
     assert correct_prices(engine, Scope(JUNE_NS, JULY_NS)).corrected_count == 31
     report = reconcile(engine)
     assert report.exact, report.differences
+
+
+@contextmanager
+def a_move_under_way(engine: Engine) -> Iterator[None]:
+    """May's rows are on their way out of the default partition; the move ends when somebody waits for it."""
+    moved, ended = threading.Event(), threading.Event()
+
+    def move() -> None:
+        with sql.write(engine) as connection:
+            assert partitions_sql._make(connection, month_of(MAY_NS), 2.0)
+            moved.set()
+            lock = "relation = 'usage_event_default'::regclass AND NOT granted"
+            waiting = f"SELECT EXISTS (SELECT 1 FROM pg_locks WHERE {lock})"
+            with engine.connect() as other:
+                until_s = time.monotonic() + 10
+                while time.monotonic() < until_s and not other.exec_driver_sql(waiting).scalar():
+                    time.sleep(0.01)
+        ended.set()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    assert moved.wait(10)
+    yield
+    mover.join()
+    assert ended.is_set()
+
+
+def test_no_reader_misses_events_that_are_moved_while_it_begins(engine: Engine) -> None:
+    Ingest(engine).write(IngestBatch([event_at(MAY_NS + n * DAY_NS, n) for n in range(30)]))
+    prices = {key: price * 2 for key, price in a_book().prices.items()}
+    books_sql.add_book(engine, a_book("pb-2", prices=prices, valid_from_ns=MAY_NS), retroactive=True)
+    with a_move_under_way(engine):
+        assert correct_prices(engine, Scope(MAY_NS, JUNE_NS)).corrected_count == 30
+    assert reconcile(engine).exact
+
+
+def test_reconcile_is_exact_while_events_are_moved(engine: Engine) -> None:
+    Ingest(engine).write(IngestBatch([event_at(MAY_NS + n * DAY_NS, n) for n in range(30)]))
+    with a_move_under_way(engine):
+        report = reconcile(engine)
+    assert (report.exact, report.event_count) == (True, 30), report.differences
+
+
+def test_a_book_from_the_past_is_refused_while_events_are_moved(engine: Engine) -> None:
+    Ingest(engine).write(IngestBatch([event_at(MAY_NS + n * DAY_NS, n) for n in range(30)]))
+    with a_move_under_way(engine), pytest.raises(PriceBookError):
+        books_sql.add_book(engine, a_book("pb-2", valid_from_ns=MAY_NS), now_ns=JUNE_NS)
 
 
 def _run_to(url: str, revision: str, *, down: bool = False) -> None:
