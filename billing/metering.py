@@ -18,8 +18,10 @@ chunks; a count that falls is flagged `inconsistent`.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 from billing.json_members import json_members
@@ -68,6 +70,15 @@ class _Held(NamedTuple):
     """Members that it has."""
 
 
+class _Unsent(NamedTuple):
+    """A piece that a slow client's socket may not have taken: its bytes, and the tokens released before and with it."""
+
+    data: bytes
+    end_bytes: int
+    before: int
+    tokens: int
+
+
 class Meter:
     """One engine stream, relayed and counted. Mutable; one instance per attempt, fed in order.
 
@@ -97,9 +108,11 @@ class Meter:
         "_plain",
         "_released",
         "_seen",
+        "_sent_tokens",
         "_tail",
         "_tier",
         "_total",
+        "_unsent",
         "_wrong",
         "done",
         "first_token",
@@ -133,6 +146,8 @@ class Meter:
         self._released = 0
         self._delivered = 0
         self._delivered_all = False
+        self._unsent: deque[_Unsent] = deque()
+        self._sent_tokens = 0
         self._marked_tokens = 0
         self._marked_s = now_s
 
@@ -261,6 +276,8 @@ class Meter:
                 self._note(0, counts)
             elif counts is not None or run[at + 9 : -3] != b"null" or b',"usage":{' in run:
                 return None
+        elif cuts < 0 and b'"usage"' in run:  # kept, and not where it is looked for
+            return None
         self._chunks[0] = self._chunks.get(0, 0) + count
         return shown
 
@@ -425,8 +442,27 @@ class Meter:
         """An event with an error was seen."""
         return self._failed
 
+    def sent(self, data: bytes, end_bytes: int) -> None:
+        """`data`, just returned, was handed to a socket that has not taken everything; it ends at its `end_bytes`."""
+        self._unsent.append(_Unsent(data, end_bytes, self._sent_tokens, self._released))
+        self._sent_tokens = self._released
+
+    def delivered_up_to(self, taken_bytes: int) -> None:
+        """The client's socket has taken this many of its bytes: of the piece in which they end, the events it began."""
+        while self._unsent and (first := self._unsent[0]).end_bytes <= taken_bytes:
+            self._delivered = max(self._delivered, first.tokens)
+            self._unsent.popleft()
+        if self._unsent:
+            first = self._unsent[0]
+            part = first.data[: max(0, len(first.data) - (first.end_bytes - taken_bytes))]
+            begun = part.count(b"\n\n") + (part[-2:] not in (b"", b"\n\n"))
+            share = begun / max(1, first.data.count(b"\n\n"))
+            self._delivered = max(self._delivered, first.before + ceil((first.tokens - first.before) * share))
+
     def delivered(self) -> None:
         """The client's socket has taken everything that `feed` and `flush` returned so far."""
+        self._unsent.clear()
+        self._sent_tokens = self._released
         self._delivered = max(self._delivered, self._released)
         self._delivered_all = self._held is None
 

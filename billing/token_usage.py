@@ -94,11 +94,13 @@ def parsed_json(data: bytes) -> Any:
 
 
 def token_count(counts: Mapping[str, Any], name: str) -> int | None:
+    """A count that can be one: a whole number from 0 to a billion; None for anything else."""
     value = counts.get(name)
     return value if type(value) is int and 0 <= value < MAX_TOKENS else None
 
 
 def tier_of(answer: Mapping[str, Any]) -> str | None:
+    """The tier that the engine says it served the answer in; None where it says nothing usable."""
     tier = answer.get("service_tier")
     if type(tier) is not str or len(tier) > _MAX_TIER_CHARS or not (tier.isascii() and tier.isprintable()):
         return None  # an engine's text goes into the books only as the short name that it should be

@@ -166,9 +166,19 @@ class Sink(Protocol):
         """The client's socket has taken every byte written so far; once it is lost: had taken them by then."""
         ...
 
+    @property
+    def written_bytes(self) -> int:
+        """Everything that was handed to the client's socket so far, with what frames it."""
+        ...
+
+    @property
+    def taken_bytes(self) -> int:
+        """How much of that the socket has taken; once it is lost: had taken by then."""
+        ...
+
     async def start(self, status: int, headers: Sequence[Header]) -> None: ...
     def offer(self, data: bytes) -> bool:
-        """Send a piece if that needs no waiting. False: it was not sent, and is for `write`."""
+        """Send a piece if that needs no waiting. False: it was not sent, and is for `write`. Of nothing: would it?"""
         ...
 
     async def write(self, data: bytes) -> None: ...

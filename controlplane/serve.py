@@ -110,9 +110,9 @@ class Path:
         trace.reason = fault.code or fault.type
         if not sink.started:
             trace.status = await self._p.edge.fail(sink, call, fault, None)
-        elif sink.open_ended:
+        elif sink.open_ended and sink.offer(b""):
             await sink.finish(self._p.edge.stream_fault(fault))
-        else:
+        else:  # it cannot be said in this answer, or to a client whose socket is full
             sink.abort()
 
     # -- before dispatch -----------------------------------------------------------------------------------------------
@@ -326,6 +326,7 @@ class Path:
             if not meter.done:
                 if out:
                     await run.sink.write(out)
+                    self._sent(run, attempt, out)
                 out, lost = await self._relay(run, attempt, answer)
         return await self._end_stream(run, attempt, out, lost if lost is not None else TRUNCATED)
 
@@ -356,8 +357,8 @@ class Path:
 
         def take(data: bytes) -> bool:
             nonlocal rest, silent_bytes
-            if sink.drained:
-                self._delivered(run, attempt, meter)
+            if sink.gone:
+                return False
             rest = meter.feed(data)
             if meter.done:
                 return False
@@ -367,6 +368,7 @@ class Path:
             silent_bytes = 0
             if not sink.offer(rest):
                 return False
+            self._sent(run, attempt, rest)
             rest = b""
             return True
 
@@ -374,6 +376,7 @@ class Path:
             while not meter.done and silent_bytes <= deadlines.max_answer_bytes:  # else: an event without end
                 if rest:
                     await sink.write(rest)
+                    self._sent(run, attempt, rest)
                     rest = b""
                 left_s = total_s - self._p.clock.monotonic_s()
                 if left_s <= 0:
@@ -459,13 +462,29 @@ class Path:
             return None
         if rest:
             await sink.write(rest)
+            self._sent(run, attempt, rest)
         await asyncio.sleep(0)  # what was written reaches the socket when the loop turns
-        if sink.drained:
-            meter.delivered()
+        self._took(run, meter)
         run.trace.reason = fault.code or fault.type
         self._close(run, attempt, fault, usage=self._delivered_usage(run, meter))
         await sink.finish(self._p.edge.stream_fault(fault))
         return None
+
+    def _sent(self, run: Run, attempt: Attempt, data: bytes) -> None:
+        """A piece was handed to the client's socket, which has taken it, or holds some of it back for a slow client."""
+        meter = attempt.meter
+        assert meter is not None
+        if run.sink.drained:
+            self._delivered(run, attempt, meter)
+        else:
+            meter.sent(data, run.sink.written_bytes)
+
+    def _took(self, run: Run, meter: Meter) -> None:
+        """The end of a stream: what the client's socket has taken of it."""
+        if run.sink.drained:
+            meter.delivered()
+        else:
+            meter.delivered_up_to(run.sink.taken_bytes)
 
     def _delivered_usage(self, run: Run, meter: Meter) -> Usage:
         """What the client got. An engine that tells no counts before its end leaves the input to our estimate."""
@@ -554,8 +573,7 @@ class Path:
             attempt.answer.abort()
         request, meter = run.call.request, attempt.meter
         if meter is not None:
-            if run.sink.drained:
-                meter.delivered()
+            self._took(run, meter)
             usage = self._delivered_usage(run, meter)._replace(estimated=True)
         elif request.wish.stream or fault is DEFECT or not attempt.reached:  # not one token came
             usage = UNKNOWN_USAGE._replace(estimated=True)

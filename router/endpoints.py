@@ -193,7 +193,7 @@ class Load:
         self._waiting: dict[int, Ticket] = {}
         self._backlog_s = 0.0
         self._progress_s = 0.0
-        # Of the oldest that waits, worked out when it changes and not at each pick: its prefill's seconds, and when that
+        # Of the oldest that waits, worked out when it changes and not at each pick: its prefill's seconds, and when it
         # is taken as done (never: its first token will be seen, or nothing waits).
         self._head_s = 0.0
         self._due_s = inf

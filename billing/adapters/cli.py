@@ -1,8 +1,8 @@
 """The commands of this package: `db`, `prices`, `bill` and `ship`.
 
 Owns: options, what is printed (`--json`: one JSON object with stable keys, units in names) and exit codes: 0, 1 with
-one line on stderr, 2 for wrong usage. Does not own: what the commands do. Heavy imports stand inside the commands,
-so that `inferplane --help` is quick.
+one line on stderr, 2 for wrong usage (a value that can never be right is told before anything is opened or made). Does
+not own: what the commands do. Heavy imports stand inside the commands, so that `inferplane --help` is quick.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ DataDir = Annotated[
     Path, typer.Option("--data-dir", envvar="INFERPLANE_DATA_DIR", help="Folder of the embedded parts.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_SPAN_BEGIN, _SPAN_END = "--from", "--to"
+# The largest a signed 64-bit count of Unix nanoseconds can hold, in seconds: what the books can store.
+_LAST_S = 9_223_372_036
 # The default of controlplane.config.Settings.data_dir.
 _DATA_DIR = Path(".inferplane")
 
@@ -88,7 +91,7 @@ def db_current(database_url: Database = "", data_dir: DataDir = _DATA_DIR, as_js
 
 
 def prices_add(
-    file: Annotated[Path, typer.Argument(help="YAML or JSON; see the documentation of price files.")],
+    file: Annotated[Path, typer.Argument(help="YAML or JSON; its fields: docs/operations.md, Price books.")],
     retroactive: Annotated[
         bool, typer.Option("--retroactive", help="The book may hold from a time that is billed; then bill correct.")
     ] = False,
@@ -100,9 +103,13 @@ def prices_add(
     from billing.adapters import books_sql
     from billing.adapters.price_file import read_price_file
 
-    with _reported(), _books(database_url, data_dir, begins=True) as engine:
-        book = read_price_file(file, books_sql.load_books(engine).book)
-        added = books_sql.add_book(engine, book, retroactive=retroactive)
+    with _reported():
+        written = read_price_file(file)
+        # Checked before a database is made; a book that extends another needs one that is there.
+        whole = written.book(None) if written.extends is None else None
+        with _books(database_url, data_dir, begins=whole is not None) as engine:
+            book = whole or written.book(books_sql.load_books(engine).book(written.extends))
+            added = books_sql.add_book(engine, book, retroactive=retroactive)
     record = {"version": book.version, "added": added, "price_count": len(book.prices)}
     told = "added" if added else "there already"
     _print(as_json, record, f"Price book {book.version} ({len(book.prices)} prices): {told}.")
@@ -152,9 +159,7 @@ def bill_show(
     """Show what an org owes, with each line rounded once and an explicit rounding line."""
     from billing.adapters.bill_sql import bills, org_id_of
 
-    from_s, to_s = _time_s(begin, "--from"), _time_s(end, "--to")
-    if from_s >= to_s:
-        raise typer.BadParameter("--to must be later than --from.")
+    from_s, to_s = _span_s(begin, end)
     with _reported(), _books(database_url, data_dir) as engine:
         found = bills(engine, org_id_of(engine, org), from_s, to_s)
     _print(as_json, {"data": [asdict(bill) for bill in found]}, lambda: _show_bills(org, found))
@@ -176,9 +181,13 @@ def bill_reconcile(
     """Compare events, postings, entries and roll-ups to the picodollar. Exit code 1 unless all agree."""
     from billing.adapters.reconcile_inputs import engine_source
     from billing.adapters.reconcile_sql import ReconcileOptions, reconcile
+    from billing.errors import ReconcileInputError
 
-    with _reported(), _books(database_url, data_dir) as engine:
+    try:
         sources = [engine_source(text) for text in engine_counters or ()]
+    except ReconcileInputError as fault:
+        _wrong_usage(f"--engine-counters: {fault}")
+    with _reported(), _books(database_url, data_dir) as engine:
         report = reconcile(engine, ReconcileOptions(spool, sources))
     _print(as_json, report_record(report), lambda: _show_report(report))
     if not report.exact:
@@ -198,7 +207,8 @@ def bill_correct(
     """Post the differences between what was billed and what the books that hold now say. Nothing is changed."""
     from billing.adapters.corrections_sql import Scope, correct_prices
 
-    scope = Scope(_time_s(begin, "--from") * 10**9, _time_s(end, "--to") * 10**9, org)
+    from_s, to_s = _span_s(begin, end)
+    scope = Scope(from_s * 10**9, to_s * 10**9, org)
     with _reported(), _books(database_url, data_dir) as engine:
         report = correct_prices(engine, scope, memo=memo)
     record = {**asdict(report), "delta_pico": {code: str(delta) for code, delta in report.delta_pico.items()}}
@@ -218,6 +228,7 @@ def bill_close(
     """Close and seal a month: late usage goes to the next open one, and any change of its postings shows."""
     from billing.adapters.books_sql import close_period
 
+    _check_month(period)
     with _reported(), _books(database_url, data_dir) as engine:
         try:
             closed = close_period(engine, period)
@@ -227,6 +238,7 @@ def bill_close(
 
 
 def ship(
+    *,
     spool: Annotated[
         Path | None, typer.Option("--spool", help="Spool folder; default: spool in the data folder.")
     ] = None,
@@ -234,12 +246,26 @@ def ship(
     once: Annotated[bool, typer.Option("--once", help="Ship what is there, then end.")] = False,
     database_url: Database = "",
     data_dir: DataDir = _DATA_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
 ) -> None:
     """Bring usage from this node's spool into the database, until SIGTERM."""
     from billing.adapters.shipper import run
 
     with _reported():
-        run(spool or data_dir / "spool", _existing(database_url, data_dir), node, once)
+        done = run(spool or data_dir / "spool", _existing(database_url, data_dir), node, once)
+    if not once:
+        return  # It runs below `serve`, whose output is not for what became of a child.
+    record = {
+        "shipped_event_count": done.committed_event_count,
+        "quarantined_count": done.quarantined_count,
+        "running_count": done.open_count,
+    }
+    told = [f"{_counted(done.committed_event_count, 'event')} shipped"]
+    if done.quarantined_count:
+        told.append(f"{_counted(done.quarantined_count, 'record')} went to the quarantine")
+    if done.open_count:
+        told.append(f"{_counted(done.open_count, 'attempt')} still running, to be shipped later")
+    _print(as_json, record, "; ".join(told) + ".")
 
 
 def report_record(report: Report) -> dict[str, Any]:
@@ -337,6 +363,16 @@ def _fail(sentence: str) -> NoReturn:
     raise typer.Exit(1)
 
 
+def _wrong_usage(sentence: str) -> NoReturn:
+    """For a value that can never be right: the sentence names the option, the value and what was expected."""
+    typer.echo(sentence, err=True)
+    raise typer.Exit(2)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _print(as_json: bool, record: dict[str, Any], text: str | Callable[[], None]) -> None:
     import json
 
@@ -349,13 +385,25 @@ def _print(as_json: bool, record: dict[str, Any], text: str | Callable[[], None]
 
 
 def _table(columns: tuple[str, ...], records: list[dict[str, Any]]) -> None:
+    """A box where it fits; else plain columns, one line a record, that a narrow terminal wraps. No value is cut."""
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(*columns)
-    for record in records:
-        made.add_row(*("" if record[name] is None else str(record[name]) for name in columns))
-    Console().print(made)
+    rows = [["" if record[name] is None else str(record[name]) for name in columns] for record in records]
+    widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+    console = Console()
+    # A box has a line before each column and one at the end, and a blank on both sides of each cell.
+    if sum(widths) + 3 * len(columns) + 1 <= console.width:
+        made = Table(*columns)
+        for row in rows:
+            made.add_row(*map(Text, row))
+        console.print(made)
+        return
+    for row in [list(columns), *rows]:
+        padded = [cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        typer.echo("  ".join(padded).rstrip())
 
 
 def _book_record(book: PriceBook) -> dict[str, Any]:
@@ -391,6 +439,14 @@ def _show_report(report: Report) -> None:
         typer.echo(f"{report.quarantined_count} records are in quarantine and on no bill: look at them.", err=True)
 
 
+def _span_s(begin: str, end: str) -> tuple[int, int]:
+    """Unix seconds of --from and --to."""
+    from_s, to_s = _time_s(begin, _SPAN_BEGIN), _time_s(end, _SPAN_END)
+    if from_s >= to_s:
+        _wrong_usage(f"{_SPAN_END} is {end!r}; expected a time after {_SPAN_BEGIN}, {begin}.")
+    return from_s, to_s
+
+
 def _time_s(text: str, option: str) -> int:
     """Unix seconds of a day or time in UTC."""
     from datetime import UTC, datetime
@@ -398,10 +454,25 @@ def _time_s(text: str, option: str) -> int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter(
-            f"{option} is {text!r}; a day like 2026-11-01 or a time in UTC was expected."
-        ) from None
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+        _wrong_usage(f"{option} is {text!r}; expected a day like 2026-11-01 or a time like 2026-11-01T06:00:00Z.")
+    at_s = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
+    if not 0 <= at_s <= _LAST_S:
+        _wrong_usage(f"{option} is {text!r}; expected a time of the years 1970 to 2262.")
+    return at_s
+
+
+def _check_month(period: str) -> None:
+    import re
+
+    from billing.ledger import period_of
+
+    try:
+        # `period_of` knows the calendar, and takes more forms than a period's id has.
+        known = re.fullmatch(r"[0-9]{4}-[0-9]{2}", period) is not None and bool(period_of(period))
+    except ValueError:
+        known = False
+    if not known:
+        _wrong_usage(f"period is {period!r}; expected a month such as 2026-11.")
 
 
 def _iso(at_ns: int) -> str:

@@ -169,7 +169,7 @@ def _months_in_default(connection: Connection) -> Iterator[Period]:
 
 def _is_taken(connection: Connection, period: Period) -> bool:
     """Whether a table has the partition's name without being one: somebody detached it, and it stays detached."""
-    # Both functions look at the catalogue as it is now, not as of this transaction: another worker may just have made it.
+    # Both functions look at the catalogue of now, not of this transaction: another worker may just have made it.
     asked = "SELECT to_regclass(%s) IS NOT NULL AND pg_partition_root(to_regclass(%s)) IS NULL"
     taken = bool(connection.exec_driver_sql(asked, (_name(period), _name(period))).scalar())
     if taken:

@@ -143,16 +143,18 @@ class Shipper:
             except Exception as fault:
                 self._note_fault(fault, "The last batch could not be committed; the next shipper finds it in the spool")
 
-    def run_once(self) -> None:
-        """Ship everything that is in the spool now, adopt what was left over, and return.
+    def run_once(self) -> ShipperStatus:
+        """Ship everything that is in the spool now, adopt what was left over, and tell what was shipped and is left.
 
         Raises what the database raised, or BillingError when a folder cannot be read: then nothing was lost, and a
         later run ships it.
         """
         with self._serving():
             self._ship_what_is_there(math.inf)
-        if self._last_error is not None:
-            raise BillingError(self._last_error)
+            done = self.status()
+        if done.last_error is not None:
+            raise BillingError(done.last_error)
+        return done
 
     def status(self) -> ShipperStatus:
         """The figures of this moment."""
@@ -331,8 +333,14 @@ class Shipper:
 
 @contextlib.contextmanager
 def shipper_lock(spool_dir: Path, stopping: threading.Event, *, wait: bool) -> Iterator[bool]:
-    """Hold the node's shipper lock; gives False when it was not got (`stopping`, or it is held and not `wait`)."""
-    spool_dir.mkdir(parents=True, exist_ok=True)
+    """Hold the node's shipper lock; gives False when it was not got (`stopping`, or it is held and not `wait`).
+
+    The folder is the gateways': it is not made here. Raises BillingError when it is not there.
+    """
+    if not spool_dir.is_dir():
+        raise BillingError(
+            f"There is no spool folder {spool_dir}; expected the one that `inferplane serve` makes in its data folder."
+        )
     fd = os.open(spool_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         held = _try_lock(fd)
@@ -345,11 +353,12 @@ def shipper_lock(spool_dir: Path, stopping: threading.Event, *, wait: bool) -> I
         os.close(fd)
 
 
-def run(spool_dir: Path, database_url: str, node: str = "", once: bool = False) -> None:
+def run(spool_dir: Path, database_url: str, node: str = "", once: bool = False) -> ShipperStatus:
     """The shipper process: `inferplane ship`. Returns after SIGTERM or SIGINT, or, with `once`, when all is shipped.
 
-    A second shipper of a node stands by until the first one is gone. `once` raises BillingError where it cannot do its
-    work: another shipper runs, the tables are outdated, the database does not answer.
+    Gives the last figures. A second shipper of a node stands by until the first one is gone. Raises BillingError when
+    there is no such folder, and with `once` where it cannot do its work: another shipper runs, the tables are outdated,
+    the database does not answer.
     """
     stopping = threading.Event()
     engine = sql.engine(database_url)
@@ -361,9 +370,10 @@ def run(spool_dir: Path, database_url: str, node: str = "", once: bool = False) 
                 if not held:
                     raise BillingError(f"Another shipper serves {spool_dir}; it ships what is there.")
                 sql.require_current(engine)
-                shipper.run_once()
-            elif held:
+                return shipper.run_once()
+            if held:
                 shipper.run()
+            return shipper.status()
     finally:
         engine.dispose()
 

@@ -25,6 +25,7 @@ from controlplane.adapters.tenancy_records import (
     TenantClassRecord,
     checked_model,
     checked_name,
+    no_tenant_class,
     one_of,
     whole,
 )
@@ -188,7 +189,7 @@ class CatalogStore:
         with self.db.writing() as tx:
             org = find_org(tx.connection, org_ref)
             if tx.first(sa.select(TENANT_CLASS.c.name).where(TENANT_CLASS.c.name == tenant_class)) is None:
-                raise BadRequest(f"tenant_class is {tenant_class[:64]!r}; no such class.", param="tenant_class")
+                raise no_tenant_class(tenant_class)
             tx.change(ORG, ORG.c.id == org.org_id, tenant_class=tenant_class)
             tx.note("org.class", org.org_id, org.org_id, tenant_class=tenant_class)
             return find_org(tx.connection, org.org_id)

@@ -66,10 +66,13 @@ def _groups() -> tuple[tuple[str, str, Commands], ...]:
     )
 
 
-def _place(database_url: str | None, data_dir: Path | None, as_json: bool, *, begins: bool = False) -> Place:
+def _place(
+    database_url: str | None, data_dir: Path | None, as_json: bool, *, begins: bool = False, **options: str
+) -> Place:
+    """`options`: field=option, where the field is an argument of other commands."""
     from controlplane.adapters.cli_session import Place
 
-    return Place(database_url, data_dir, as_json, begins)
+    return Place(database_url, data_dir, as_json, begins, options)
 
 
 def _show(place: Place, work: Callable[[Stores], dict[str, Any]]) -> None:
@@ -112,7 +115,7 @@ def orgs_create(
     as_json: AsJson = False,
 ) -> None:
     """Make an org. The same name again gives the same org."""
-    place = _place(database_url, data_dir, as_json, begins=True)
+    place = _place(database_url, data_dir, as_json, begins=True, tenant_class="--class")
     _show(place, lambda stores: asdict(stores.keys.create_org(name, tenant_class).record))
 
 
@@ -232,7 +235,7 @@ def keys_create(
         wish = KeyWish(name, tuple(scope), tuple(model) if model else None, life_s)
         return new_key(stores.keys.create_key(project, wish))
 
-    _show(_place(database_url, data_dir, as_json), make)
+    _show(_place(database_url, data_dir, as_json, name="--name"), make)
 
 
 def keys_list(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import getpass
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sqlalchemy.exc import ArgumentError
 from billing.adapters import sql
 from billing.errors import StoreError
 from controlplane.adapters.catalog_sql import CatalogStore
+from controlplane.adapters.database_faults import database_faults
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.tenancy_records import NewKey, Page
@@ -34,6 +36,32 @@ from controlplane.errors import BadRequest, ConfigError, GatewayError, UsageErro
 
 # Fields that a table leaves out: of use to programs only.
 _HIDDEN = frozenset({"lineage_id", "rotated_from"})
+# What names a record, by the code of the refusal when there is none.
+_NAMED_BY = {
+    "org_not_found": "the id or name of one (see `inferplane orgs list`)",
+    "project_not_found": "its id, or ORG/PROJECT",
+    "key_not_found": "its id or public prefix (see `inferplane keys list`)",
+    "limit_not_found": "its id (see `inferplane limits list`)",
+    "model_not_found": "one of `inferplane models list`",
+}
+# Field of a record -> the option that sets it, where every command that takes the field has it as an option.
+_OPTION_OF = {
+    "limit": "--limit",
+    "after": "--after",
+    "scopes": "--scope",
+    "models": "--model",
+    "model": "--model",
+    "dimension": "--dimension",
+    "amount": "--amount",
+    "burst": "--burst",
+    "period_s": "--per",
+    "life_s": "--expires",
+    "overlap_s": "--overlap",
+    "outage_policy": "--outage-policy",
+    "served": "--served",
+    "default_max_output_tokens": "--default-max-output-tokens",
+    "context_tokens": "--context-tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +73,8 @@ class Place:
     as_json: bool
     begins: bool = False
     """The command may be the first of all: it makes the data folder, database and pepper where there are none."""
+    options: Mapping[str, str] | None = None
+    """Field -> option, where a field that is an argument elsewhere is an option of this command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +87,7 @@ class Stores:
 
 def show(place: Place, work: Callable[[Stores], dict[str, Any]]) -> None:
     """Run `work` and print the one record it gives."""
-    with _faults(), _stores(place) as stores:
+    with _faults(place), _stores(place) as stores:
         record = work(stores)
     if place.as_json:
         typer.echo(json.dumps(record))
@@ -72,7 +102,7 @@ def show(place: Place, work: Callable[[Stores], dict[str, Any]]) -> None:
 
 def listing(place: Place, work: Callable[[Stores], Page[Any] | tuple[Any, ...]]) -> None:
     """Run `work` and print the records it gives as a table."""
-    with _faults(), _stores(place) as stores:
+    with _faults(place), _stores(place) as stores:
         found = work(stores)
     page = found if isinstance(found, Page) else Page(found, None)
     records = [asdict(item) for item in page.items]
@@ -96,15 +126,18 @@ def new_key(new: NewKey) -> dict[str, Any]:
 def _stores(place: Place) -> Iterator[Stores]:
     given = {"database_url": place.database_url, "data_dir": place.data_dir}
     settings = load_settings({name: value for name, value in given.items() if value is not None})
-    if not place.begins:
-        require_database(settings)
-    engine = sql.engine(settings.sql_url)
+    faults = partial(database_faults, settings, option=place.database_url is not None)
+    with faults():
+        if not place.begins:
+            require_database(settings)
+        engine = sql.engine(settings.sql_url)
     announce = _announcer(settings)
     try:
-        if sql.is_sqlite(engine):
-            sql.upgrade(engine)
-        else:
-            sql.require_current(engine)
+        with faults():
+            if sql.is_sqlite(engine):
+                sql.upgrade(engine)
+            else:
+                sql.require_current(engine)
         if not place.begins:
             _require_pepper(settings)
         keys = KeyStore(engine, load_pepper(settings), actor=f"cli:{_user()}", announce=announce)
@@ -157,13 +190,24 @@ def _user() -> str:
         return "unknown"  # a container without an entry for its user id
 
 
+def _as_typed(fault: BadRequest, place: Place) -> str:
+    """The refusal in the words of the command line: the option that was typed, and what names a record."""
+    sentence, field = fault.message, fault.param or ""
+    option = (place.options or {}).get(field) or _OPTION_OF.get(field)
+    if option is not None and sentence.startswith(f"{field} "):
+        sentence = f"{option}{sentence.removeprefix(field)}"
+    named_by = _NAMED_BY.get(fault.code or "")
+    return sentence if named_by is None else f"{sentence.rstrip('.')}; expected {named_by}."
+
+
 @contextmanager
-def _faults() -> Iterator[None]:
+def _faults(place: Place) -> Iterator[None]:
     try:
         yield
     except BadRequest as fault:
-        typer.echo(fault.message, err=True)
-        sys.exit(2 if fault.status == 400 else 1)
+        typer.echo(_as_typed(fault, place), err=True)
+        # A name that is not there may be there tomorrow: it is no wrong usage.
+        sys.exit(2 if fault.status == 400 and not (fault.code or "").endswith("_not_found") else 1)
     except UsageError as fault:
         typer.echo(str(fault), err=True)
         sys.exit(2)

@@ -40,6 +40,8 @@ _GATEWAY_COUNT = 2
 # How often children are looked at, and the progress bar is drawn.
 _POLL_S = 0.05
 _SEED = 7
+# Said at once: ending a dozen processes in order takes seconds, in which a silent Ctrl-C looks lost.
+_STOPPING = "Stopping ..."
 # Room in the folder's spool for hours of use by hand.
 _SPOOL_MAX_BYTES = 256 * 1024 * 1024
 
@@ -125,10 +127,10 @@ class Demo:
         self._supervisor.stop()
 
     def _prepare(self) -> Tenants:
-        from billing.adapters import sql
+        from controlplane.adapters import node
         from controlplane.adapters.demo_tenants import make_tenants
 
-        sql.upgrade(self._settings.sql_url)
+        node.prepare_database(self._settings)
         return make_tenants(self._settings, (SIM_MODEL, *_llama_names()))
 
     def _get_llama(self) -> LlamaModel:
@@ -198,6 +200,8 @@ class Demo:
             bill=bill,
             reconcile=demo_report.reconcile_all(place),
             first_token_s=first_s,
+            url=url,
+            duration_s=self._o.duration_s,
             real_engine=self._o.llama,
         )
 
@@ -218,6 +222,7 @@ class Demo:
     def _stay(self) -> None:
         while not self._supervisor.wait(_POLL_S):
             self._stack.tick()
+        _say(_STOPPING)
 
     def _status(self, results: Results) -> int:
         told = results.as_json()
@@ -232,6 +237,7 @@ class Demo:
 
     def _unless_stopped(self) -> None:
         if self._supervisor.stopping:
+            _say(_STOPPING)
             raise Interrupted
 
 

@@ -63,6 +63,11 @@ class Results:
     """tenant, usd."""
     reconcile: Report
     first_token_s: float | None
+    """From the start of this process to the first token of a streamed, billed answer."""
+    url: str
+    """Where the gateway listens."""
+    duration_s: float
+    """Seconds of traffic that were asked for."""
     real_engine: bool = False
     """A llama.cpp engine was asked for: it has a row, even when it was too late for a request."""
 
@@ -83,6 +88,9 @@ class Results:
             "tokens": dict(self.tokens),
             "bill": [dict(line) for line in self.bill],
             "reconcile": {"exact": self.reconcile.exact, "events": self.reconcile.event_count},
+            "first_token_s": None if self.first_token_s is None else round(self.first_token_s, 3),
+            "duration_s": self.duration_s,
+            "url": self.url,
         }
 
 
@@ -209,7 +217,10 @@ def show(results: Results) -> None:
         highlight=False,
     )
     if results.first_token_s is not None:
-        console.print(f"first token after {results.first_token_s:.1f} s (streamed and billed)", highlight=False)
+        console.print(
+            f"first token after {results.first_token_s:.1f} s of this process (streamed and billed)",
+            highlight=False,
+        )
     console.print(_verdict(results.reconcile), highlight=False)
 
 

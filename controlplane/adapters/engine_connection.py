@@ -90,6 +90,7 @@ class Connection(asyncio.Protocol):
         "_parser",
         "_pool",
         "_reusable",
+        "_silent_s",
         "_started",
         "_take",
         "_timer",
@@ -129,7 +130,7 @@ class Connection(asyncio.Protocol):
         self._error: str | None = None
         self._take: Take | None = None
         """Who gets the pieces of the current answer while a task waits in `relay`."""
-        self._idle_s = self._until_s = 0.0
+        self._idle_s = self._until_s = self._silent_s = 0.0
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
@@ -184,18 +185,23 @@ class Connection(asyncio.Protocol):
         """Wait until the current answer has bytes or has ended. Raises EngineTimeout."""
         await self._wait(deadline_s, "idle", timeout_s)
 
-    async def relay(self, take: Take, idle_s: float, until_s: float) -> bool:
-        """Wait while pieces go to `take` as they come. False: it wants no more; True: the body may have ended."""
-        self._take, self._idle_s, self._until_s = take, idle_s, until_s
+    async def relay(self, take: Take, idle_s: float, until_s: float, silent_s: float) -> tuple[bool, float]:
+        """Wait while pieces go to `take` as they come, at the latest until `silent_s` for the first of them.
+
+        False: it wants no more; True: the body may have ended. With the time until which the next piece must come.
+        """
+        self._take, self._idle_s, self._until_s, self._silent_s = take, idle_s, until_s, silent_s
         try:
-            return await self._wait(min(self.loop.time() + idle_s, until_s), "idle", idle_s)
+            more = await self._wait(min(silent_s, until_s), "idle", idle_s)
         finally:
             if self._take is take:  # the connection may serve another exchange by the time this one resumes
                 self._take = None
+        return more, self._silent_s
 
     def _hand_on(self, take: Take, answer: EngineAnswer) -> None:
         """Give what came to the relay, and move its deadline."""
-        self._deadline_s = min(self.loop.time() + self._idle_s, self._until_s)
+        self._silent_s = self.loop.time() + self._idle_s
+        self._deadline_s = min(self._silent_s, self._until_s)
         try:
             more = take(answer.taken())
         except BaseException as error:
@@ -465,15 +471,19 @@ class EngineAnswer:
         `read` does, after `idle_s` of silence or `left_s` altogether.
         """
         connection = self._connection
-        until_s = connection.loop.time() + left_s
+        now_s = connection.loop.time()
+        until_s, silent_s = now_s + left_s, now_s + idle_s  # bytes that bring no body do not start the second again
         while (data := self._there()) != b"":
-            if data is None and self._inflater is not None:
-                await self._waited(connection.wait_body(min(connection.loop.time() + idle_s, until_s), idle_s))
-            elif data is None:
-                if not await self._waited(connection.relay(take, idle_s, until_s)):
+            if data:
+                if not take(data):
                     return False
-            elif not take(data):
-                return False
+                silent_s = connection.loop.time() + idle_s
+            elif self._inflater is not None:
+                await self._waited(connection.wait_body(min(silent_s, until_s), idle_s))
+            else:
+                more, silent_s = await self._waited(connection.relay(take, idle_s, until_s, silent_s))
+                if not more:
+                    return False
         return True
 
     def _there(self) -> bytes | None:

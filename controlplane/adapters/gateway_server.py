@@ -78,7 +78,9 @@ class GatewayProtocol(HttpToolsProtocol):
         """What answers the current request."""
         self._idle_since_s: float | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._took_all = False
+        self.written_bytes = 0
+        """Of streams: pieces with what frames them."""
+        self._taken_bytes = 0
         self._deaf = False
         """What still comes is not looked at."""
         self._stage = _Stage.HEAD
@@ -91,8 +93,13 @@ class GatewayProtocol(HttpToolsProtocol):
     def drained(self) -> bool:
         """The client's socket has taken every byte written so far; once it is lost: had taken them by then."""
         if self.lost:
-            return self._took_all
+            return self._taken_bytes >= self.written_bytes
         return not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """How many of the `written_bytes` the client's socket has taken; once it is lost: had taken by then."""
+        return self._taken_bytes if self.lost else self.written_bytes - self.transport.get_write_buffer_size()
 
     @property
     def expects_continue(self) -> bool:
@@ -137,7 +144,9 @@ class GatewayProtocol(HttpToolsProtocol):
         """Write a piece of an answer, after its head where that is still to be written."""
         cycle = self.cycle
         if not cycle.disconnected:
-            self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if cycle.chunked_encoding else head + data)
+            data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if cycle.chunked_encoding else head + data
+            self.written_bytes += len(data)
+            self.transport.write(data)
 
     def last(self, head: bytes, data: bytes) -> None:
         """Write the last piece, or the whole body, of an answer."""
@@ -165,7 +174,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._idle_timer.cancel()
         self.lost = True
         # uvloop still knows what it had not written (asyncio's own transport has forgotten it by now)
-        self._took_all = self.transport.get_write_buffer_size() == 0
+        self._taken_bytes = self.written_bytes - self.transport.get_write_buffer_size()
         unfinished = self.cycle is not None and not self.cycle.response_complete
         super().connection_lost(exc)
         on_lost, self.on_lost = self.on_lost, None

@@ -85,7 +85,7 @@ def load_pepper(settings: Settings) -> bytes:
     if given:
         if len(given) < _MIN_PEPPER_CHARS:
             raise ConfigError(
-                f"key_pepper has {len(given)} characters; at least {_MIN_PEPPER_CHARS} are needed "
+                f"INFERPLANE_KEY_PEPPER has {len(given)} characters; at least {_MIN_PEPPER_CHARS} are needed "
                 "(for example the output of `openssl rand -hex 32`)."
             )
         return _stretch(given)

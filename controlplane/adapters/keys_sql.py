@@ -30,6 +30,7 @@ from controlplane.adapters.tenancy_records import (
     ProjectRecord,
     checked_name,
     checked_overlap,
+    no_tenant_class,
 )
 from controlplane.adapters.tenancy_tables import API_KEY, ORG, PROJECT, TENANT_CLASS
 from controlplane.adapters.tenancy_tx import TenancyDb, Writing, new_id
@@ -109,10 +110,7 @@ class KeyStore:
                 )
             return Made(_org(there), False)
         if tx.first(sa.select(TENANT_CLASS.c.name).where(TENANT_CLASS.c.name == tenant_class)) is None:
-            raise BadRequest(
-                f"tenant_class is {tenant_class[:64]!r}; no such class (see `inferplane limits classes`).",
-                param="tenant_class",
-            )
+            raise no_tenant_class(tenant_class)
         record = OrgRecord(new_id("org"), name, tenant_class, tx.now_s, None)
         tx.put(ORG, id=record.org_id, name=name, tenant_class=tenant_class, created_at_s=tx.now_s, revoked_at_s=None)
         tx.note("org.create", record.org_id, record.org_id, name=name, tenant_class=tenant_class)

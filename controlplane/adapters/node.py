@@ -26,15 +26,16 @@ from urllib.parse import urlsplit
 import redis
 
 from billing.adapters import sql
+from controlplane.adapters.database_faults import database_faults
 from controlplane.adapters.embedded import EmbeddedRedis
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.processes import Child
 from controlplane.adapters.tenancy_records import KeyWish
-from controlplane.config import Settings
+from controlplane.config import Settings, engine_secret
 from controlplane.errors import ConfigError, UsageError
 from controlplane.tenancy import Scope
-from router.adapters.discovery import endpoint_of_url, read_endpoints
+from router.adapters.discovery import endpoint_of_url, read_endpoints, ssl_context
 from router.errors import EndpointsError
 
 # Held by the node that uses a data folder.
@@ -105,18 +106,26 @@ _MIN_FREE_BYTES = 64 * 1_048_576
 
 
 def prepare_database(settings: Settings) -> None:
-    """Bring the embedded SQLite file up to date; for another database only check it. Raises ConfigError."""
-    if settings.database_url:
-        sql.require_current(settings.sql_url)
-    else:
-        sql.upgrade(settings.sql_url)
+    """Bring the embedded SQLite file up to date; for another database only check it.
+
+    Raises ConfigError, whatever is wrong with it: one sentence without a password.
+    """
+    with database_faults(settings):
+        if settings.database_url:
+            sql.require_current(settings.sql_url)
+        else:
+            sql.upgrade(settings.sql_url)
 
 
 def first_key(settings: Settings) -> FirstKey | None:
-    """On an empty database make an org, a project and a key, so that one command is enough to try an engine."""
+    """On an empty database make an org, a project and a key, so that one command is enough to try an engine.
+
+    Raises ConfigError when the database's keys were made with another pepper: no gateway could start.
+    """
     engine = sql.engine(settings.sql_url)
     try:
         store = KeyStore(engine, load_pepper(settings), actor="serve")
+        store.db.require_pepper()
         if store.list_orgs().items:
             return None
         org = store.create_org("default").record
@@ -298,6 +307,49 @@ def check_endpoints(path: Path) -> None:
         read_endpoints(path)
     except EndpointsError as error:
         raise ConfigError(str(error)) from error
+
+
+def endpoint_warnings(path: Path, secret: Callable[[str], str | None] = engine_secret) -> list[str]:
+    """One sentence for each key that is not set and each authority file that cannot be used. Raises ConfigError.
+
+    The gateway starts all the same: its other engines serve. `secret` gives the value of a variable; none is shown.
+    """
+    try:
+        listed = read_endpoints(path)
+    except EndpointsError as error:
+        raise ConfigError(str(error)) from error
+    told = []
+    for each in listed:
+        where = f"{path}, endpoint {each.endpoint_id!r}, field"
+        if each.api_key_env and not secret(each.api_key_env):
+            told.append(
+                f"{where} api_key_env is {each.api_key_env!r}; this variable is not set, so the engine is asked "
+                "without a key. Set it and start again."
+            )
+        if each.url.startswith("https:") and each.tls.ca is not None:
+            try:
+                ssl_context(each.tls)
+            except EndpointsError as error:
+                told.append(f"{where} tls.ca is {each.tls.ca!r}; no request reaches this engine. {error}")
+    return told
+
+
+def check_access_log(target: str, option: bool) -> None:
+    """Raise UsageError, or ConfigError where the environment named it, for a file that no line could be written to."""
+    if target in ("", "-"):
+        return
+    path = Path(target)
+    if path.is_dir():
+        reason = "it is a folder"
+    elif path.exists():
+        reason = "" if os.access(path, os.W_OK) else "this user may not write it"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    else:
+        reason = "" if os.access(path.parent, os.W_OK | os.X_OK) else f"this user may not write in {path.parent}"
+    if reason:
+        said = f"is {target!r}; expected -, nothing, or a file that can be written: {reason}."
+        raise UsageError(f"--access-log {said}") if option else ConfigError(f"INFERPLANE_ACCESS_LOG {said}")
 
 
 def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, str]:

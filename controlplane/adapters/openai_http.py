@@ -83,6 +83,16 @@ class AsgiSink:
         """The client's socket has taken every byte written so far (always true without a real connection)."""
         return self._conn is None or self._conn.drained
 
+    @property
+    def written_bytes(self) -> int:
+        """Everything that was handed to the client's socket so far, with what frames it."""
+        return 0 if self._conn is None else self._conn.written_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """How much of that the socket has taken; once it is lost: had taken by then."""
+        return 0 if self._conn is None else self._conn.taken_bytes
+
     async def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send the head: it goes out in one write with the first bytes of the body."""
         self.started = True
@@ -95,7 +105,9 @@ class AsgiSink:
     def offer(self, data: bytes) -> bool:
         """Send a piece if that needs no waiting. False: it was not sent."""
         conn = self._conn
-        if conn is None or conn.flow.write_paused:
+        if conn is None:
+            return not data
+        if conn.flow.write_paused or self.gone:
             return False
         if data:
             head, self._head = self._head, b""

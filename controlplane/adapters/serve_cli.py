@@ -62,6 +62,9 @@ def serve(
             raise typer.Exit(2)
         node.check_host(settings.host)
         node.check_engines(engine or [])
+        node.check_access_log(settings.access_log, option=access_log is not None)
+        if settings.endpoints_file is not None:
+            node.check_endpoints(settings.endpoints_file)
         with node.held_folder(settings):
             status = _run_node(settings, engine or [], as_json)
     except GatewayError as error:
@@ -86,18 +89,20 @@ def _run_node(settings: Settings, engines: list[str], as_json: bool) -> int:
         if engines:
             settings = settings.model_copy(update={"endpoints_file": node.write_endpoints(settings, engines)})
         assert settings.endpoints_file is not None
-        node.check_endpoints(settings.endpoints_file)
-        warning = node.redis_warning(settings)
+        warnings = node.endpoint_warnings(settings.endpoints_file)
+        redis_warning = node.redis_warning(settings)
+        if redis_warning is not None:
+            warnings.append(redis_warning)
+        node.prepare_database(settings)
         redis_server = node.embedded_redis(settings)
         redis_url = redis_server.url if redis_server is not None else settings.redis_url.get_secret_value()
-        node.prepare_database(settings)
         first = node.first_key(settings)
         url = node.url_of(settings.host, sock.getsockname()[1])
         hello = _Hello(url, first.secret if first else None, as_json, node.FirstAnswer(sock))
         supervisor.install_signals()
         for child in node.gateway_children(settings, sock, node.child_env(settings, redis_url, run_dir), None):
             supervisor.start(child)
-        if warning is not None:
+        for warning in warnings:
             _say(f"WARNING {warning}")
         keep = None if redis_server is None else node.redis_keeper(redis_server, _say)
 

@@ -234,6 +234,15 @@ def one_of(field: str, value: str, known: Iterable[str]) -> str:
     return value
 
 
+def no_tenant_class(name: str) -> BadRequest:
+    """The refusal of a tenant class that is not there."""
+    return BadRequest(
+        f"tenant_class is {name[:64]!r}; no such class (see `inferplane limits classes`).",
+        param="tenant_class",
+        code="tenant_class_not_found",
+    )
+
+
 def checked_name(field: str, value: str) -> str:
     """A name for people: 1 to 100 printable characters, no blanks at the ends."""
     good = 1 <= len(value) <= _MAX_NAME_CHARS and value.isprintable() and value == value.strip()

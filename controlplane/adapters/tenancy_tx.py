@@ -69,6 +69,12 @@ class TenancyDb:
         if self.announce is not None:
             self.announce(epoch)
 
+    def require_pepper(self) -> None:
+        """Raise ConfigError when this node's pepper is not the cluster's, and StoreUnavailable."""
+        with self.reading() as connection:
+            mark = connection.execute(sa.select(FEED_EPOCH.c.pepper_mark).where(FEED_EPOCH.c.id == 1)).scalar()
+        check_pepper(mark, self.pepper_mark)
+
     def _next_epoch(self, connection: Connection) -> int:
         bumped = sa.update(FEED_EPOCH).where(FEED_EPOCH.c.id == 1).values(epoch=FEED_EPOCH.c.epoch + 1)
         row = connection.execute(bumped.returning(FEED_EPOCH.c.epoch, FEED_EPOCH.c.pepper_mark)).one()

@@ -43,8 +43,8 @@ def worker(
     import logging
 
     from billing.adapters import sql
-    from billing.errors import StoreError
     from controlplane.adapters.cli_session import require_database
+    from controlplane.adapters.database_faults import database_faults
     from controlplane.config import check_range, load_settings
     from controlplane.errors import GatewayError, UsageError
 
@@ -56,9 +56,10 @@ def worker(
         check_range("--concurrency", concurrency, 1, _MAX_CONCURRENCY)
         settings = load_settings({name: value for name, value in given.items() if value is not None})
         settings = with_redis(settings)
-        require_database(settings)
-        sql.require_current(settings.sql_url)
-    except (GatewayError, StoreError) as fault:
+        with database_faults(settings, option=database_url is not None):
+            require_database(settings)
+            sql.require_current(settings.sql_url)
+    except GatewayError as fault:
         typer.echo(str(fault), err=True)
         raise typer.Exit(2 if isinstance(fault, UsageError) else 1) from None
     from controlplane.adapters.tasks import build_celery

@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 # What is simulated when nothing is named: the model of the demo and of the documents.
 _MODEL = "Llama-3.1-8B"
 
+# Field of the cores -> the option that sets it.
+_OPTION_OF = {
+    "device": "--hardware",
+    "tensor_parallel_count": "--tensor-parallel",
+    "weight_format": "--dtype",
+    "block_count": "--num-gpu-blocks-override",
+    "block_size_tokens": "--block-size",
+    "max_sequence_count": "--max-num-seqs",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "max_model_len": "--max-model-len",
+    "max_waiting_count": "--max-waiting",
+    "mean_tokens": "--output-mean-tokens",
+    "speed": "--speed",
+    "port": "--port",
+}
+
 
 def register(app: typer.Typer) -> None:
     """Add this package's commands to the root command."""
@@ -104,15 +120,29 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         shape, config = _configured(options)
         _serve(shape, config, as_json)
     except ConfigError as fault:
-        typer.echo(f"engine-sim: {fault}", err=True)
+        typer.echo(f"engine-sim: {_as_typed(str(fault), options)}", err=True)
         raise typer.Exit(2) from None
     except PortError as fault:
         typer.echo(f"engine-sim: {fault}", err=True)
         raise typer.Exit(1) from None
     except OSError as fault:
-        reason = os.strerror(fault.errno) if fault.errno else str(fault)
-        typer.echo(f"engine-sim: cannot listen on {host}:{port}: {reason}", err=True)
+        typer.echo(f"engine-sim: port {port} on {host} cannot be used: {_port_trouble(fault)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _port_trouble(fault: OSError) -> str:
+    reason = os.strerror(fault.errno) if fault.errno else str(fault)
+    return f"{reason}. Stop what listens there, or name another port with --port."
+
+
+def _as_typed(sentence: str, options: _Options) -> str:
+    """The sentence of a ConfigError about the option that was typed, not about the field that it became."""
+    field, said, rest = sentence.partition(" is ")
+    if field == "model":
+        option: str | None = "--arch" if options.arch else "--model"
+    else:
+        option = _OPTION_OF.get(field)
+    return sentence if option is None else f"{option}{said}{rest}"
 
 
 def _check_host(host: str) -> None:
@@ -124,7 +154,7 @@ def _check_host(host: str) -> None:
         with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.bind((host, 0))
     except (socket.gaierror, UnicodeError):
-        raise ConfigError(f"host is {host!r}; expected an address of this machine") from None
+        raise ConfigError(f"--host is {host!r}; expected an address of this machine") from None
     except OSError as fault:
         if fault.errno == errno.EADDRNOTAVAIL:
             raise PortError(f"host {host} cannot be used: it is no address of this machine") from None
@@ -140,16 +170,19 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     from perfmodel.scheduler import EngineConfig
     from perfmodel.workload import OutputLaw
 
-    for name, value in (("block-size", options.block_size), ("max-num-batched-tokens", options.max_num_batched_tokens)):
+    for name, value in (
+        ("--block-size", options.block_size),
+        ("--max-num-batched-tokens", options.max_num_batched_tokens),
+    ):
         if value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
     if options.num_gpu_blocks is not None and options.num_gpu_blocks < 2:
         raise ConfigError(
-            f"num-gpu-blocks-override is {options.num_gpu_blocks}; expected at least 2 (block 0 is never used)"
+            f"--num-gpu-blocks-override is {options.num_gpu_blocks}; expected at least 2 (block 0 is never used)"
         )
     if not options.drain_s >= 0:
-        raise ConfigError(f"drain-s is {options.drain_s}; expected 0 or more")
-    for name, value in (("kv-events-port", options.kv_events_port), ("kv-replay-port", options.kv_replay_port)):
+        raise ConfigError(f"--drain-s is {options.drain_s}; expected 0 or more")
+    for name, value in (("--kv-events-port", options.kv_events_port), ("--kv-replay-port", options.kv_replay_port)):
         if not 0 <= value <= 65535:
             raise ConfigError(f"{name} is {value}; expected 0 to 65535")
     shape = _simulated(options)

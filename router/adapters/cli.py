@@ -112,14 +112,15 @@ def _known(endpoint_id: str, known: set[str], option: str) -> None:
 def _pairs(values: Sequence[str], known: set[str], option: str, kind: Callable[[str], float]) -> dict[str, float]:
     pairs: dict[str, float] = {}
     for value in values:
+        wrong = typer.BadParameter(f"{value!r} is not ID={'N' if kind is int else 'SECONDS'}.", param_hint=option)
         endpoint_id, _, number = value.rpartition("=")
+        if not endpoint_id:
+            raise wrong
         _known(endpoint_id, known, option)
         try:
             pairs[endpoint_id] = kind(number)
         except ValueError:
-            raise typer.BadParameter(
-                f"{value!r} is not ID={'N' if kind is int else 'SECONDS'}.", param_hint=option
-            ) from None
+            raise wrong from None
         if not 0 <= pairs[endpoint_id] < float("inf"):
             raise typer.BadParameter(f"{value!r}: a number of at least 0 was expected.", param_hint=option)
     return pairs

@@ -317,6 +317,7 @@ class FakeSink:
         self.pieces: list[bytes] = []
         self.aborted = False
         self.drained = True
+        self.took_bytes = 0
         self._offered = 0
         self._leave_after = leave_after
         self.task: asyncio.Task[Any] | None = None
@@ -326,6 +327,16 @@ class FakeSink:
     def data(self) -> bytes:
         """Everything it was sent."""
         return b"".join(self.pieces)
+
+    @property
+    def written_bytes(self) -> int:
+        """Everything it was sent."""
+        return len(self.data)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it took: all, or nothing more since it is stuck."""
+        return self.written_bytes if self.drained else self.took_bytes
 
     def leave(self) -> None:
         """Be gone, as the connection's loss says it."""
@@ -342,6 +353,8 @@ class FakeSink:
     def offer(self, data: bytes) -> bool:
         """A piece; every third one has to wait."""
         assert self.started
+        if not data:
+            return not self.gone
         self._offered += 1
         if self._offered % 3 == 0:
             return False

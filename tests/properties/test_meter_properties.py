@@ -158,10 +158,22 @@ SAYS_NULL_AFTER_A_COUNT: Case = (
 )
 
 
+# Usage that the client asked for, and that is not the last member; and one with a blank after the comma.
+KEEPS_USAGE_AT_THE_FRONT: Case = (
+    1,
+    b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    b'data: {"usage":{"completion_tokens":23,"prompt_tokens":30},"choices":[{"delta":{},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{},"finish_reason":null}], "usage":{"completion_tokens":24,"prompt_tokens":30}}\n\n',
+    [70],
+    (True, True),
+)
+
+
 @pytest.mark.parametrize("holds", PROPERTIES)
 @given(case=cases())
 @example(case=ENDS_AT_THE_FINISH)
 @example(case=SAYS_NULL_AFTER_A_COUNT)
+@example(case=KEEPS_USAGE_AT_THE_FRONT)
 @settings(RELAXED, max_examples=examples(250))
 def test_property(holds: Any, case: Case) -> None:
     assert holds(Meter, case)

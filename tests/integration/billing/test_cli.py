@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from typer.testing import CliRunner, Result
 
 from billing.adapters import cli, sql
 from billing.adapters.ingest import Ingest, IngestBatch
+from billing.spool_format import encode_close, encode_open
 from tests.fakes.ledger_events import NOON_NS, event_id, usage_event
 from tests.fakes.ledger_faults import planted
+from tests.fakes.usage import a_close, an_open
 
 BOOK = """
 version: pb-1
@@ -25,10 +28,10 @@ micro_usd_per_million_tokens:
 """
 
 
-def run(url: str, *words: str) -> Result:
+def run(url: str, *words: str, columns: int = 200) -> Result:
     app = typer.Typer()
     cli.register(app)
-    return CliRunner().invoke(app, list(words), env={"INFERPLANE_DATABASE_URL": url})
+    return CliRunner().invoke(app, list(words), env={"INFERPLANE_DATABASE_URL": url, "COLUMNS": str(columns)})
 
 
 def answer(url: str, *words: str) -> dict[str, Any]:
@@ -106,18 +109,109 @@ def test_a_book_is_added_once_and_shown(sqlite_url: str, book_file: Path, tmp_pa
         (BOOK.replace(", output: 15000000", ""), "has no price for output"),
         (BOOK.replace("cached_input", "cached"), "'cached' is no SKU"),
         (BOOK.replace("2026-01-01T00:00:00Z", "soon"), "valid_from is 'soon'"),
+        (BOOK.replace("2026-01-01T00:00:00Z", "2026-13-01"), "valid_from is '2026-13-01'; a time like 2026-12-01T"),
+        (BOOK.replace("2026-01-01T00:00:00Z", "2026-11-31T00:00:00Z"), "valid_from is '2026-11-31T00:00:00Z'; a time"),
+        (BOOK.replace("2026-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00"), "1970 to 2262"),
+        (BOOK + "\nvalid_until: 9999-12-31\n", "valid_until is 9999-12-31T00:00:00Z; "),
+        (BOOK.replace("3000000", "9" * 5000), "has a value that cannot be read"),
+        ("[" * 10_000, "nested too deeply"),
         (BOOK + "\ncolour: red\n", "colour is no field"),
         (BOOK.replace("version: pb-1", ""), "version is missing"),
         (BOOK + "\nextends: nope\n", "a version that is stored was expected"),
     ],
 )
 def test_a_wrong_price_file_is_told_in_one_line(sqlite_url: str, tmp_path: Path, text: str, told: str) -> None:
+    sql.upgrade(sqlite_url)
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
     result = run(sqlite_url, "prices", "add", str(path))
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert told in result.stderr
+
+
+@pytest.mark.parametrize("day", ["2026-11-01", '"2026-11-01"', "2026-11-01T00:00:00Z", "2026-11-01T01:00:00+01:00"])
+def test_a_day_in_a_price_file_is_its_midnight_in_utc(sqlite_url: str, tmp_path: Path, day: str) -> None:
+    path = tmp_path / "book.yaml"
+    path.write_text(BOOK.replace("2026-01-01T00:00:00Z", day) + "valid_until: 2026-12-01\nnote:\n")
+    answer(sqlite_url, "prices", "add", str(path))
+    (listed,) = answer(sqlite_url, "prices", "list")["data"]
+    assert (listed["valid_from"], listed["valid_until"]) == ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+    assert listed["note"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot be read: No such file or directory.\n"),
+        ("[1", "is neither YAML nor JSON"),
+        (BOOK.replace(", output: 15000000", ""), "has no price for output"),
+        (BOOK + "extends: pb-0\n", "There is no Inferplane data in "),
+    ],
+    ids=["no file", "no YAML", "no complete book", "extends nothing"],
+)
+def test_a_price_file_that_cannot_be_used_makes_no_data_folder(tmp_path: Path, text: str | None, told: str) -> None:
+    path, folder = tmp_path / "prices.yaml", tmp_path / "data"
+    if text is not None:
+        path.write_text(text)
+    result = run("", "prices", "add", str(path), "--data-dir", str(folder))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert told in result.stderr
+    assert not folder.exists()
+    path.write_text(BOOK)
+    assert run("", "prices", "add", str(path), "--data-dir", str(folder)).exit_code == 0
+    assert (folder / "inferplane.db").exists()
+
+
+def test_the_documented_price_books_can_be_added(sqlite_url: str, tmp_path: Path) -> None:
+    operations = Path(__file__).parents[3] / "docs/operations.md"
+    section = operations.read_text().partition("## Price books\n")[2].partition("\n## ")[0]
+    texts = [block.partition("```")[0] for block in section.split("```yaml\n")[1:]]
+    for number, text in enumerate(texts):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        assert answer(sqlite_url, "prices", "add", str(path))["price_count"] == 5
+    assert len(texts) == 2
+    # Each field has a row.
+    fields = re.findall(r"^\| `([a-z_]+)` \|", section, re.MULTILINE)
+    told = run(sqlite_url, "prices", "add", _unknown_field(tmp_path)).stderr
+    assert sorted(fields) == told.partition("known are ")[2].removesuffix(".\n").split(", ")
+    assert "docs/operations.md" in " ".join(run(sqlite_url, "prices", "add", "--help").output.split())
+
+
+def _unknown_field(folder: Path) -> str:
+    path = folder / "unknown.yaml"
+    path.write_text("colour: red\n")
+    return str(path)
+
+
+def test_no_value_of_a_table_is_cut_on_a_narrow_terminal(sqlite_url: str, tmp_path: Path) -> None:
+    model, org = "a-model-with-a-rather-long-name-70b", "org_01a22843d1ae721494667c78e069a60b"
+    path = tmp_path / "book.yaml"
+    optional = f"org: {org}\nvalid_until: 2027-01-01\nnote: a promise [of sales] to the largest of our tenants\n"
+    path.write_text(BOOK.replace("llama", model) + optional)
+    answer(sqlite_url, "prices", "add", str(path))
+    engine = sql.engine(sqlite_url)
+    Ingest(engine).write(IngestBatch([usage_event(1, model_served=model, org_id=org)]))
+    engine.dispose()
+    bill = ("bill", "show", "--org", org, "--from", "2026-11-01", "--to", "2026-12-01")
+    wanted: dict[tuple[str, ...], tuple[str, ...]] = {
+        ("prices", "list"): (
+            "version", "org_id", "currency", "valid_from", "valid_until", "price_count", "note",
+            org, "2026-01-01T00:00:00Z", "2027-01-01T00:00:00Z", "a promise [of sales] to the largest of our tenants",
+        ),
+        ("prices", "show", "pb-1"): ("micro_usd_per_million_tokens", model, "cached_input", "15000000"),
+        bill: ("model", "tier", "sku", "quantity_tokens", "amount_exact", "amount", model, "cached_input"),
+    }  # fmt: skip
+    for words, values in wanted.items():
+        for columns in (40, 80, 300):
+            shown = run(sqlite_url, *words, columns=columns)
+            assert shown.exit_code == 0
+            assert "\u2026" not in shown.stdout
+            for value in values:
+                assert value in shown.stdout
+    wide, narrow = run(sqlite_url, *bill, columns=300).stdout, run(sqlite_url, *bill, columns=40).stdout
+    assert ("\u2502" in wide, "\u2502" in narrow) == (True, False)  # boxed where the box fits
 
 
 def test_a_bill_is_shown_and_the_books_are_reconciled(sqlite_url: str, book_file: Path) -> None:
@@ -209,10 +303,98 @@ def test_wrong_usage_exits_2(sqlite_url: str, words: tuple[str, ...]) -> None:
     assert run(sqlite_url, *words).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("bill", "show", "--org", "a", "--from", "foo", "--to", "2026-12-01"),
+            "--from is 'foo'; expected a day like 2026-11-01 or a time like 2026-11-01T06:00:00Z.",
+        ),
+        (
+            ("bill", "correct", "--from", "2026-11-01", "--to", "2026-13-01"),
+            "--to is '2026-13-01'; expected a day like 2026-11-01 or a time like 2026-11-01T06:00:00Z.",
+        ),
+        (
+            ("bill", "correct", "--from", "2026-11-01", "--to", "9999-12-31"),
+            "--to is '9999-12-31'; expected a time of the years 1970 to 2262.",
+        ),
+        (
+            ("bill", "show", "--org", "a", "--from", "0001-01-01T00:00+14:00", "--to", "2026-12-01"),
+            "--from is '0001-01-01T00:00+14:00'; expected a time of the years 1970 to 2262.",
+        ),
+        (
+            ("bill", "show", "--org", "a", "--from", "2026-12-01", "--to", "2026-11-01"),
+            "--to is '2026-11-01'; expected a time after --from, 2026-12-01.",
+        ),
+        (
+            ("bill", "correct", "--from", "2026-12-01", "--to", "2026-12-01"),
+            "--to is '2026-12-01'; expected a time after --from, 2026-12-01.",
+        ),
+        *(
+            (("bill", "close", text), f"period is {text!r}; expected a month such as 2026-11.")
+            for text in (
+                "foo",
+                "202611",
+                "2026-13",
+                "2026-00",
+                "0000-01",
+                "9999-12",
+                "2026-1",
+                "2026-11-01",
+                " 2026-11",
+            )
+        ),
+        *(
+            (
+                ("bill", "reconcile", "--engine-counters", text),
+                f"--engine-counters: {text!r} names no counters; ENDPOINT[@INCARNATION]=FILE_OR_URL was expected.",
+            )
+            for text in ("engine-0", "engine-0@=x", "=x")
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_value_that_can_never_be_right_is_told_in_one_sentence_and_exits_2(
+    tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    # It is told before the database is looked for.
+    result = run("", *words, "--data-dir", str(tmp_path / "none"))
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", sentence + "\n")
+
+
 def test_counters_that_cannot_be_read_are_told_in_one_line(sqlite_url: str) -> None:
-    for source in ("engine-0", "engine-0=/nowhere", "engine-0@=x"):
-        result = run(sqlite_url, "bill", "reconcile", "--engine-counters", source)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    sql.upgrade(sqlite_url)
+    result = run(sqlite_url, "bill", "reconcile", "--engine-counters", "engine-0=/nowhere")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "engine-0" in result.stderr
+
+
+def test_a_mistyped_spool_is_told_and_nothing_is_made(sqlite_url: str, tmp_path: Path) -> None:
+    sql.upgrade(sqlite_url)
+    (tmp_path / "file").touch()
+    for spool in (tmp_path / "nope", tmp_path / "file"):
+        for words in (("--once",), ("--once", "--json"), ()):
+            result = run(sqlite_url, "ship", "--spool", str(spool), *words)
+            assert (result.exit_code, result.stdout) == (1, "")
+            expected = "expected the one that `inferplane serve` makes in its data folder."
+            assert result.stderr == f"There is no spool folder {spool}; {expected}\n"
+    assert not (tmp_path / "nope").exists()
+
+
+def test_what_was_shipped_is_told(sqlite_url: str, tmp_path: Path) -> None:
+    sql.upgrade(sqlite_url)
+    folder = tmp_path / "spool" / "node-1~dead"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    records = [encode_open(an_open(number)) + encode_close(a_close(number)) for number in (1, 2)]
+    (folder / "00000001.seg").write_bytes(b"".join(records) + b"rubbish" * 3 + encode_open(an_open(3)))
+    words = ("ship", "--spool", str(tmp_path / "spool"), "--once")
+    # The attempt that was running when its writer died is settled, and is an event too.
+    told = run(sqlite_url, *words)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert told.stdout == "3 events shipped; 1 record went to the quarantine.\n"
+    assert answer(sqlite_url, *words) == {"shipped_event_count": 0, "quarantined_count": 0, "running_count": 0}
+    assert run(sqlite_url, *words).stdout == "0 events shipped.\n"
 
 
 def test_an_unreachable_database_is_told_in_one_line_without_the_password(tmp_path: Path) -> None:

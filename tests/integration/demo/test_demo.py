@@ -115,10 +115,14 @@ def none_left(children: list[psutil.Process]) -> list[str]:
 def check_results(told: dict[str, Any]) -> None:
     assert list(told) == [
         "requests", "completed", "ttft_ms", "tpot_ms", "prefix_hit_ratio", "tokens", "bill", "reconcile",
+        "first_token_s", "duration_s", "url",
     ]  # fmt: skip
     assert told["reconcile"]["exact"] is True
     assert told["reconcile"]["events"] >= told["completed"] > 10
     assert told["prefix_hit_ratio"] > 0.5
+    assert told["first_token_s"] > 0
+    assert told["duration_s"] > 0
+    assert told["url"].startswith("http://127.0.0.1:")
     assert list(told["ttft_ms"]) == list(told["tpot_ms"]) == ["p50", "p95"]
     assert 0 < told["ttft_ms"]["p50"] <= told["ttft_ms"]["p95"]
     assert 0 < told["tpot_ms"]["p50"] <= told["tpot_ms"]["p95"]
@@ -175,6 +179,7 @@ def test_a_second_run_survives_a_killed_engine_and_keeps_others_out(folder: Path
         assert (status, out) == (0, "")
         assert "was killed by SIGKILL; starting it again" in err
         assert f"http://127.0.0.1:{port}/v1" in err
+        assert err.splitlines()[-1] == "Stopping ..."
         assert none_left(children) == []
 
 
@@ -185,7 +190,7 @@ def test_ctrl_c_during_traffic_ends_everything(folder: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         status, out, err = run.end()
         assert (status, out) == (1, "")
-        assert err.splitlines()[-1] == "Stopped before there were results."
+        assert err.splitlines()[-2:] == ["Stopping ...", "Stopped before there were results."]
         assert none_left(children) == []
 
 

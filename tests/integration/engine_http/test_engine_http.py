@@ -6,6 +6,7 @@ Every test runs on asyncio's loop and on uvloop (conftest).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ipaddress
 import json
@@ -218,6 +219,34 @@ class TestRelay:
         with pytest.raises(EngineTimeout):
             await answer.relay(lambda _: True, 0.05, 5.0)
         assert await until(lambda: engine.truths[0].ended == "client_closed")
+
+    @pytest.mark.parametrize("coding", [b"", b"content-encoding: gzip\r\n"])
+    async def test_bytes_that_bring_no_body_are_silence(self, client: EngineClient, coding: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n" + coding + b"\r\n"
+
+        ended = asyncio.Event()
+
+        async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"{}")
+            writer.write(head + b"5;e=")
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                for _ in range(200):  # a chunk extension, byte by byte
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+            writer.close()
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                await writer.wait_closed()
+            ended.set()
+
+        server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+        async with server:
+            answer = await client.send(call(server.sockets[0].getsockname()[1]))
+            began_s = time.monotonic()
+            with pytest.raises(EngineTimeout):
+                await answer.relay(lambda _: True, 0.2, 30.0)
+            assert time.monotonic() - began_s < 2.0
+            await asyncio.wait_for(ended.wait(), 10)
 
     async def test_a_slow_stream_does_not(self, engine: ScriptedEngine, client: EngineClient) -> None:
         answer = await client.send(ask(engine, "normal?gap_ms=60&tokens=6"))

@@ -4,6 +4,7 @@ delivered, and every reservation comes back (reference gateway 5, rows 1, 2, 11,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -273,6 +274,29 @@ class TestSlowReaders:
         assert close.outcome is Outcome.CANCELLED
         assert close.output_tokens is not None
         assert 0 <= close.output_tokens <= truth.tokens_sent
+
+    @pytest.mark.parametrize("token_chars", [100, 1_000])
+    def test_a_reader_that_stalls_is_billed_at_least_what_its_socket_took(
+        self, leaver: Leaver, node: Node, engines: Engines, token_chars: int
+    ) -> None:
+        def flood(ask: Ask) -> Script:
+            words = (chunk(ask, [choice(0, {"content": "x" * token_chars})]) for _ in range(1_000_000))
+            return Script("flood", (Send(word, tokens=1) for word in words))
+
+        engines.by_name["solo"].enqueue(flood)
+        with RawClient(node, receive_buffer_bytes=4_096) as raw:
+            raw.send(request(leaver.tenant, body(model="solo", stream=True)))
+            truth = leaver.asked()
+            eventually(lambda: truth.ended, "the engine to be let go", 8)
+            raw.sock.settimeout(1)  # the kernel may give a closed connection up without a word
+            received = b""
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                while piece := raw.sock.recv(65_536):  # what the kernel still holds for it
+                    received += piece
+        close = leaver.event().close
+        assert close.outcome is Outcome.CANCELLED
+        assert close.output_tokens is not None
+        assert received.count(b'"content":"x') <= close.output_tokens <= truth.tokens_sent
 
     def test_a_reader_that_is_slow_gets_everything(self, leaver: Leaver, node: Node) -> None:
         with RawClient(node, receive_buffer_bytes=4_096) as raw:

@@ -18,8 +18,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from billing.adapters import sql
 from controlplane.adapters import serve_cli
-from controlplane.adapters.node import FirstAnswer, redis_warning
+from controlplane.adapters.node import FirstAnswer, endpoint_warnings, first_key, redis_warning
 from controlplane.config import load_settings
 from controlplane.errors import ConfigError
 from tests.integration.gateway.stack import eventually, http_client
@@ -114,14 +115,145 @@ def test_an_address_of_another_machine_is_one_clear_sentence(tmp_path: Path) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (
+            "foo",
+            "INFERPLANE_DATABASE_URL cannot be used: The database URL cannot be read; sqlite:///FILE or postgresql://",
+        ),
+        (
+            "postgresql://h:port/x",
+            "INFERPLANE_DATABASE_URL cannot be used: The database URL cannot be read; sqlite:///",
+        ),
+        (
+            "mysql://me:hush@a/b",
+            "INFERPLANE_DATABASE_URL cannot be used: The database is 'mysql'; sqlite or postgresql",
+        ),
+        ("sqlite://", "INFERPLANE_DATABASE_URL cannot be used: The SQLite database has no file; sqlite:///FILE was"),
+        ("sqlite+nope:////tmp/x.db", "INFERPLANE_DATABASE_URL cannot be used: "),
+        (
+            "postgresql+psycopg://me:hush@127.0.0.1:1/x",
+            "The database postgresql+psycopg://me:***@127.0.0.1:1/x does not",
+        ),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_one_sentence_without_its_password(
+    url: str, told: str, tmp_path: Path
+) -> None:
+    status, out, err = refused(*ENGINE, "--port", "0", "--data-dir", str(tmp_path), INFERPLANE_DATABASE_URL=url)
+    assert (status, out) == (1, "")
+    assert err.startswith(told)
+    assert err.count("\n") == 1
+    assert "hush" not in err
+
+
+def test_a_database_without_tables_or_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    options = (*ENGINE, "--port", "0", "--data-dir", str(tmp_path / "data"))
+    status, _, err = refused(*options, INFERPLANE_DATABASE_URL=f"sqlite:///{tmp_path / 'x.db'}")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "has no tables yet" in err
+    assert "run inferplane db upgrade" in err
+    (tmp_path / "text.db").write_text("this is no database" * 100)
+    status, _, err = refused(*options, INFERPLANE_DATABASE_URL=f"sqlite:///{tmp_path / 'text.db'}")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("INFERPLANE_DATABASE_URL cannot be used: ")
+    (tmp_path / "data" / "inferplane.db").write_text("this is no database" * 100)
+    status, _, err = refused(*options)
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith(f"The database {tmp_path / 'data' / 'inferplane.db'} cannot be used: ")
+
+
+@pytest.mark.parametrize("kind", ["no folder", "a folder", "below a file"])
+def test_an_access_log_that_cannot_be_written_is_told_before_anything_starts(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    target = {"no folder": "nope/x", "a folder": "", "below a file": "file/x"}[kind]
+    wrong = str(tmp_path / target) if target else str(tmp_path)
+    data = tmp_path / "data"
+    status, out, err = refused(*ENGINE, "--port", "0", "--access-log", wrong, "--data-dir", str(data))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"--access-log is {wrong!r}; expected -, nothing, or a file that can be written: ")
+    assert err.count("\n") == 1
+    assert not data.exists()
+    status, _, err = refused(*ENGINE, "--port", "0", "--data-dir", str(data), INFERPLANE_ACCESS_LOG=wrong)
+    assert status == 1
+    assert err.startswith(f"INFERPLANE_ACCESS_LOG is {wrong!r}; expected")
+    assert not data.exists()
+
+
+def test_a_missing_endpoints_file_is_told_before_a_taken_port(listening: socket.socket, tmp_path: Path) -> None:
+    missing, port = tmp_path / "nope.yaml", str(listening.getsockname()[1])
+    status, _, err = refused("--endpoints", str(missing), "--port", port, "--data-dir", str(tmp_path / "data"))
+    assert (status, err) == (1, f"{missing} cannot be read: No such file or directory.\n")
+    assert not (tmp_path / "data").exists()
+
+
+ENDPOINTS = """
+- {id: a, url: "http://127.0.0.1:1", api_key_env: ENGINE_A_KEY}
+- {id: b, url: "https://127.0.0.1:1", api_key_env: ENGINE_B_KEY, tls: {ca: FOLDER/none.pem}}
+- {id: c, url: "https://127.0.0.1:1", tls: {ca: FOLDER/text.pem}}
+- {id: d, url: "https://127.0.0.1:1", tls: {verify: false}}
+"""
+
+
+def test_an_engine_key_that_is_not_set_and_a_missing_authority_are_one_warning_each(tmp_path: Path) -> None:
+    (tmp_path / "text.pem").write_text("no certificate")
+    file = tmp_path / "engines.yaml"
+    file.write_text(ENDPOINTS.replace("FOLDER", str(tmp_path)))
+    told = endpoint_warnings(file, {"ENGINE_B_KEY": "hush"}.get)
+    assert [line.split(";")[0] for line in told[:2]] == [
+        f"{file}, endpoint 'a', field api_key_env is 'ENGINE_A_KEY'",
+        f"{file}, endpoint 'b', field tls.ca is '{tmp_path}/none.pem'",
+    ]
+    assert told[2].startswith(f"{file}, endpoint 'c', field tls.ca is '{tmp_path}/text.pem'; ")
+    assert len(told) == 3
+    assert "hush" not in "".join(told)
+
+
+def test_serve_says_such_a_warning_and_starts() -> None:
+    with temporary_folder() as folder:
+        file = folder / "engines.yaml"
+        file.write_text('- {id: a, url: "http://127.0.0.1:1", api_key_env: ENGINE_A_KEY}\n')
+        process = subprocess.Popen(
+            command("--endpoints", str(file), "--port", "0", "--data-dir", str(folder / "data")),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            lines = [process.stderr.readline()]
+            while lines[-1] and not lines[-1].startswith("Gateway:"):
+                lines.append(process.stderr.readline())
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+    assert lines[-1].startswith("Gateway:")
+    assert [line for line in lines if "api_key_env" in line] == [
+        f"WARNING {file}, endpoint 'a', field api_key_env is 'ENGINE_A_KEY'; this variable is not set, so the engine "
+        "is asked without a key. Set it and start again.\n"
+    ]
+
+
+def test_another_pepper_than_the_databases_is_one_sentence_and_starts_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    sql.upgrade(url)
+    asked = command(*ENGINE, "--port", "0", "--data-dir", str(tmp_path / "data"))
+    settings = load_settings({"database_url": url, "key_pepper": "a" * 32})
+    assert first_key(settings) is not None
+    chosen = {"INFERPLANE_DATABASE_URL": url, "INFERPLANE_KEY_PEPPER": "b" * 32}
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False, env=environment(**chosen))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("This node's key pepper (mark ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_gateway_that_never_answers_is_not_announced_but_its_first_key_is_shown(
     as_json: bool, tmp_path: Path
 ) -> None:
     wanted = ("--json",) if as_json else ()
-    unusable = str(tmp_path / "none" / "access.log")
-    asked = command(*ENGINE, "--port", "0", "--access-log", unusable, "--data-dir", str(tmp_path / "data"), *wanted)
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False, env=environment())
+    asked = command(*ENGINE, "--port", "0", "--data-dir", str(tmp_path / "data"), *wanted)
+    chosen = environment(INFERPLANE_NODE="no name of a folder")
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False, env=chosen)
     err = done.stderr
     assert (done.returncode, done.stdout) == (1, "")
     assert "right after its start" in err

@@ -89,7 +89,11 @@ def test_a_taken_port_is_one_sentence_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, stderr = failed("--port", str(port))
-    assert (code, stderr) == (1, f"engine-sim: cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert (code, stderr) == (
+        1,
+        f"engine-sim: port {port} on 127.0.0.1 cannot be used: Address already in use. Stop what listens there, or "
+        "name another port with --port.",
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--no-kv-events",)])
@@ -101,31 +105,37 @@ def test_an_address_of_another_machine_is_one_sentence_and_exit_code_1(more: tup
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--hardware", "tpu"), "device is 'tpu'; expected one of A100-SXM-80GB, H100-SXM-80GB, H200-SXM-141GB"),
-        (("--arch", "gpt"), "model is 'gpt'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
+        (("--hardware", "tpu"), "--hardware is 'tpu'; expected one of A100-SXM-80GB, H100-SXM-80GB, H200-SXM-141GB"),
+        (("--arch", "gpt"), "--arch is 'gpt'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
         (
             ("--model", "nope"),
-            "model is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B; to serve another",
+            "--model is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B; to serve another",
         ),
-        (("--model", "x", "--arch", "nope"), "model is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B"),
+        (
+            ("--model", "x", "--arch", "nope"),
+            "--arch is 'nope'; expected one of Llama-3.1-70B, Llama-3.1-8B, Qwen3-32B",
+        ),
         (("--model", "llama-3.1-70b"), "Llama-3.1-70B in bf16 does not fit on 1 x H100-SXM-80GB"),
         (("--arch", "llama-3.1-70b"), "Llama-3.1-70B in bf16 does not fit on 1 x H100-SXM-80GB"),
-        (("--tensor-parallel", "3"), "tensor_parallel_count is 3; expected a divisor of the 32 attention heads"),
-        (("--dtype", "int4"), "weight_format is 'int4'; expected one of"),
-        (("--block-size", "0"), "block-size is 0; expected at least 1"),
-        (("--num-gpu-blocks-override", "1"), "num-gpu-blocks-override is 1; expected at least 2"),
-        (("--num-gpu-blocks-override", "10", "--max-model-len", "1000"), "max_model_len is 1000; expected at least 1"),
-        (("--max-num-seqs", "0"), "max_sequence_count is 0; expected at least 1"),
-        (("--max-num-batched-tokens", "-1"), "max-num-batched-tokens is -1; expected at least 1"),
-        (("--max-waiting", "0"), "max_waiting_count is 0; expected at least 1"),
-        (("--speed", "0"), "speed is 0.0; expected above 0"),
-        (("--speed", "nan"), "speed is nan; expected above 0"),
-        (("--output-mean-tokens", "0.5"), "mean_tokens is 0.5; expected at least 1"),
-        (("--port", "70000"), "port is 70000; expected 0 to 65535"),
-        (("--kv-events-port", "-5"), "kv-events-port is -5; expected 0 to 65535"),
-        (("--drain-s", "-1"), "drain-s is -1.0; expected 0 or more"),
-        (("--host", "999.1.1.1", "--no-kv-events"), "host is '999.1.1.1'; expected an address of this machine"),
-        (("--host", "not an address"), "host is 'not an address'; expected an address of this machine"),
+        (("--tensor-parallel", "3"), "--tensor-parallel is 3; expected a divisor of the 32 attention heads"),
+        (("--dtype", "int4"), "--dtype is 'int4'; expected one of"),
+        (("--block-size", "0"), "--block-size is 0; expected at least 1"),
+        (("--num-gpu-blocks-override", "1"), "--num-gpu-blocks-override is 1; expected at least 2"),
+        (
+            ("--num-gpu-blocks-override", "10", "--max-model-len", "1000"),
+            "--max-model-len is 1000; expected at least 1",
+        ),
+        (("--max-num-seqs", "0"), "--max-num-seqs is 0; expected at least 1"),
+        (("--max-num-batched-tokens", "-1"), "--max-num-batched-tokens is -1; expected at least 1"),
+        (("--max-waiting", "0"), "--max-waiting is 0; expected at least 1"),
+        (("--speed", "0"), "--speed is 0.0; expected above 0"),
+        (("--speed", "nan"), "--speed is nan; expected above 0"),
+        (("--output-mean-tokens", "0.5"), "--output-mean-tokens is 0.5; expected at least 1"),
+        (("--port", "70000"), "--port is 70000; expected 0 to 65535"),
+        (("--kv-events-port", "-5"), "--kv-events-port is -5; expected 0 to 65535"),
+        (("--drain-s", "-1"), "--drain-s is -1.0; expected 0 or more"),
+        (("--host", "999.1.1.1", "--no-kv-events"), "--host is '999.1.1.1'; expected an address of this machine"),
+        (("--host", "not an address"), "--host is 'not an address'; expected an address of this machine"),
     ],
 )
 def test_a_bad_value_is_one_sentence_and_exit_code_2(options: tuple[str, ...], told: str) -> None:

@@ -416,9 +416,32 @@ def test_the_process_ships_a_left_over_spool_into_a_real_database_once(tmp_path:
     assert finished
 
 
+def test_once_tells_what_it_shipped_and_how_many_attempts_run_on(tmp_path: Path, sqlite_url: str) -> None:
+    sql.upgrade(sqlite_url)
+    with a_live_spool(tmp_path) as spool:
+        for number in range(5):
+            spool.open(an_open(number))
+        for number in range(3):
+            spool.close(a_close(number))
+        done = run(tmp_path, sqlite_url, "node-1", once=True)
+        assert (done.committed_event_count, done.quarantined_count, done.open_count) == (3, 0, 2)
+        spool.close(a_close(3))
+        done = run(tmp_path, sqlite_url, "node-1", once=True)
+        assert (done.committed_event_count, done.quarantined_count, done.open_count) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_spool_folder_that_is_not_there_is_told_and_not_made(tmp_path: Path, sqlite_url: str, once: bool) -> None:
+    sql.upgrade(sqlite_url)
+    with pytest.raises(BillingError, match=r"There is no spool folder .*/nope; expected the one that"):
+        run(tmp_path / "nope", sqlite_url, "node-1", once=once)
+    assert not (tmp_path / "nope").exists()
+
+
 def test_once_says_why_it_cannot_ship(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'books.db'}"
     sql.upgrade(url)
+    (tmp_path / "spool").mkdir()
     with shipper_lock(tmp_path / "spool", threading.Event(), wait=False) as held:
         assert held
         with pytest.raises(BillingError, match="Another shipper serves"):

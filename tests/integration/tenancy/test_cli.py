@@ -27,8 +27,8 @@ class Shell:
         self._app = typer.Typer()
         cli.register(self._app)
 
-    def __call__(self, *words: str, exit_code: int = 0) -> Result:
-        result = CliRunner().invoke(self._app, [*words, "--data-dir", str(self.data_dir)])
+    def __call__(self, *words: str, exit_code: int = 0, env: dict[str, str] | None = None) -> Result:
+        result = CliRunner().invoke(self._app, [*words, "--data-dir", str(self.data_dir)], env=env)
         assert result.exit_code == exit_code, result.output
         return result
 
@@ -87,6 +87,22 @@ def test_a_mistyped_sqlite_url_is_told_and_nothing_is_made(shell: Shell) -> None
     assert not shell.data_dir.exists()
 
 
+@pytest.mark.parametrize("words", [("orgs", "list"), ("orgs", "create", "a"), ("worker",)], ids=" ".join)
+@pytest.mark.parametrize("url", ["foo", "postgresql://me:hush@h:port/x", "mysql://me:hush@h/x", "sqlite:///TEXT"])
+def test_a_database_that_cannot_be_used_is_one_sentence(words: tuple[str, ...], url: str, shell: Shell) -> None:
+    text = shell.data_dir.with_name("text.db")
+    text.write_text("this is no database" * 100)
+    url = url.replace("TEXT", str(text))
+    env = {"INFERPLANE_REDIS_URL": "redis://127.0.0.1:1/0"}
+    typed = shell(*words, "--database-url", url, exit_code=1, env=env)
+    assert typed.stderr.startswith("--database-url cannot be used: ")
+    named = shell(*words, exit_code=1, env={**env, "INFERPLANE_DATABASE_URL": url})
+    assert named.stderr.startswith("INFERPLANE_DATABASE_URL cannot be used: ")
+    for result in (typed, named):
+        assert result.stderr.count("\n") == 1
+        assert "hush" not in result.output
+
+
 def test_a_database_elsewhere_needs_its_pepper_and_gets_no_new_one(shell: Shell, postgres_url: str) -> None:
     sql.upgrade(postgres_url)
     result = shell("orgs", "list", "--database-url", postgres_url, exit_code=1)
@@ -138,11 +154,18 @@ def test_a_list_is_one_line_a_record_and_its_json_has_stable_keys(shell: Shell) 
 @pytest.mark.parametrize(
     ("words", "exit_code", "reason"),
     [
-        (("orgs", "show", "none"), 1, "No org 'none'."),
+        (("orgs", "show", "none"), 1, "No org 'none'; expected the id or name of one (see `inferplane orgs list`)."),
+        (("projects", "show", "web"), 1, "No project 'web'; expected its id, or ORG/PROJECT."),
+        (("keys", "create", "--project", "first"), 1, "No project 'first'; expected its id, or ORG/PROJECT."),
+        (("keys", "show", "ip-x"), 1, "No key 'ip-x'; expected its id or public prefix (see `inferplane keys list`)."),
+        (("orgs", "set-class", "first", "nope"), 1, "tenant_class is 'nope'; no such class (see `inferplane limits"),
+        (("orgs", "create", "b", "--class", "nope"), 1, "--class is 'nope'; no such class (see `inferplane limits"),
+        (("keys", "create", "--project", "a/b", "--scope", "x"), 2, "--scope is 'x'; expected one of"),
+        (("limits", "set", "--dimension", "x", "--amount", "1", "--org", "first"), 2, "--dimension is 'x'; expected"),
         (("orgs", "create", "a/b"), 2, "name is 'a/b'"),
         (("limits", "set", "--dimension", "requests", "--amount", "1"), 2, "0 owners were given"),
         (("keys", "rotate", "ip-aaaaaaaa", "--overlap", "soon"), 2, "--overlap is 'soon'"),
-        (("orgs", "list", "--limit", "0"), 2, "limit is 0"),
+        (("orgs", "list", "--limit", "0"), 2, "--limit is 0; expected a whole number from 1 to 1000."),
         (("orgs", "create"), 2, "Missing argument"),
     ],
 )

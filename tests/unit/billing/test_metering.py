@@ -336,6 +336,21 @@ class TestDelivery:
         m.delivered()
         assert m.delivered_usage().output_tokens == 2
 
+    def test_of_a_piece_that_was_taken_in_part_the_events_begun_count(self) -> None:
+        m = meter()
+        sizes = []
+        for upto in (range(1, 2), range(2, 6), range(6, 7)):
+            data = m.feed(b"".join(token(usage=counts(n)) for n in upto))
+            sizes.append(len(data))
+            m.sent(data, sum(sizes))
+        one = sizes[0]
+        ends = ((0, 0), (1, 1), (one, 1), (2 * one + 3, 3), (sum(sizes[:2]), 5), (sum(sizes), 6))
+        for taken_bytes, tokens in ends:
+            m.delivered_up_to(taken_bytes)
+            assert m.delivered_usage().output_tokens == tokens
+        m.delivered_up_to(0)
+        assert m.delivered_usage().output_tokens == 6
+
     def test_a_held_event_is_not_delivered(self) -> None:
         m = meter()
         m.feed(token(usage=counts(1)) + token(usage=counts(2), finish="stop"))

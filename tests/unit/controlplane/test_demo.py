@@ -62,7 +62,9 @@ def test_the_json_holds_simulated_latencies_and_all_requests() -> None:
         told(completed=False),
     ]
     tokens = {"uncached_input": 1, "cached_input": 2, "output": 3}
-    results = Results(calls, 5, tokens, [{"tenant": "demo-chat", "usd": "0.1"}], Report(event_count=4), 1.0)
+    results = Results(
+        calls, 5, tokens, [{"tenant": "demo-chat", "usd": "0.1"}], Report(event_count=4), 1.23456, "http://h:1", 60.0
+    )
     assert results.as_json() == {
         "requests": 5,
         "completed": 3,
@@ -72,6 +74,9 @@ def test_the_json_holds_simulated_latencies_and_all_requests() -> None:
         "tokens": tokens,
         "bill": [{"tenant": "demo-chat", "usd": "0.1"}],
         "reconcile": {"exact": True, "events": 4},
+        "first_token_s": 1.235,
+        "duration_s": 60.0,
+        "url": "http://h:1",
     }
 
 
@@ -82,7 +87,7 @@ def test_the_rows_are_the_tenants_of_the_bill_then_the_real_engine_whatever_fini
     tokens = {"uncached_input": 1, "cached_input": 2, "output": 3}
     finished = [told(workload=name, ttft_s=1.0) for name in (LLAMA_WORKLOAD, BATCH, CHAT)]
     for calls, real_engine in ((finished, True), (finished[1:], True), (finished[1:], False), ([], True)):
-        show(Results(calls, len(calls), tokens, bill, Report(event_count=4), 1.0, real_engine=real_engine))
+        show(Results(calls, len(calls), tokens, bill, Report(event_count=4), 1.0, "", 60.0, real_engine=real_engine))
         rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
         counts = {row[0]: int(row[1]) for row in rows if row and row[0] in (*TENANTS, LLAMA_WORKLOAD)}
         assert list(counts) == [*TENANTS, *([LLAMA_WORKLOAD] if real_engine else [])]

@@ -86,7 +86,7 @@ def test_a_pepper_of_the_settings_wins_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_short_pepper_is_refused_without_repeating_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"key_pepper has 7 characters; at least 32") as fault:
+    with pytest.raises(ConfigError, match=r"INFERPLANE_KEY_PEPPER has 7 characters; at least 32") as fault:
         load_pepper(Settings.model_validate({"data_dir": tmp_path, "key_pepper": "hunter2"}))
     assert "hunter2" not in str(fault.value)
 

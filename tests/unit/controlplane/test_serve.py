@@ -309,6 +309,15 @@ class TestAfterTheFirstToken:
         await world.serve()
         assert world.books.closes[0].output_tokens == 0
 
+    async def test_of_bytes_that_the_client_took_in_part_the_events_begun_are_billed(self) -> None:
+        first = (await run(Plan(steps=(*WORDS, EngineLost("e0", "cut"))))).sink.pieces[0]
+        for took_bytes, tokens in ((0, 0), (len(first), 1), (len(first) + 20, 2), (2 * len(first), 2)):
+            world = World((Plan(steps=(*WORDS, EngineLost("e0", "cut"))),))
+            world.sink.drained = False
+            world.sink.took_bytes = took_bytes
+            await world.serve()
+            assert world.books.closes[0].output_tokens == tokens
+
 
 class TestDeadlines:
     """By name, and at their time."""

@@ -83,7 +83,10 @@ def test_a_json_request_names_its_model(cli: Cli) -> None:
     [
         ((), 2, "the endpoints list m, n"),
         (("--model", "m", "--warm", "x"), 2, "'x' is no endpoint of this model; there are a, b"),
-        (("--model", "m", "--running", "a"), 2, "'' is no endpoint of this model"),
+        (("--model", "m", "--running", "a"), 2, "'a' is not ID=N."),
+        (("--model", "m", "--running", "=3"), 2, "'=3' is not ID=N."),
+        (("--model", "m", "--running", "x=3"), 2, "'x' is no endpoint of this model; there are a, b"),
+        (("--model", "m", "--backlog", "a"), 2, "'a' is not ID=SECONDS."),
         (("--model", "m", "--running", "a=1.5"), 2, "'a=1.5' is not ID=N"),
         (("--model", "m", "--backlog", "a=-1"), 2, "a number of at least 0 was expected"),
         (("--model", "z"), 1, "No endpoint can take it (all_draining): c draining."),
