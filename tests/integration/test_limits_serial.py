@@ -83,6 +83,9 @@ def test_no_request_of_a_serial_client_is_refused(
     assert passed == count
 
 
+# On the other server: the processes above live until this file ends, and may be the first to meet an emptied one.
+
+
 class Counting(RedisLimits):
     """Counts its calls of the store that ask for something."""
 
@@ -93,8 +96,8 @@ class Counting(RedisLimits):
         return await super()._run_script(attempt)
 
 
-async def test_of_a_refused_crowd_one_looks_again(redis_url: str) -> None:
-    port = Counting(redis_url, uuid.uuid4().hex, options=LimitsOptions(opening_s=0.0))
+async def test_of_a_refused_crowd_one_looks_again(second_redis_url: str) -> None:
+    port = Counting(second_redis_url, uuid.uuid4().hex, options=LimitsOptions(opening_s=0.0))
     await port.start()
     held = await port.admit((CAP,), COST, time.monotonic_ns())
     assert isinstance(held, Admitted)
@@ -109,8 +112,8 @@ async def test_of_a_refused_crowd_one_looks_again(redis_url: str) -> None:
     await port.aclose()
 
 
-async def test_a_client_that_leaves_while_it_is_looked_again_leaves_nothing_behind(redis_url: str) -> None:
-    port = RedisLimits(redis_url, uuid.uuid4().hex, options=LimitsOptions(opening_s=0.0))
+async def test_a_client_that_leaves_while_it_is_looked_again_leaves_nothing_behind(second_redis_url: str) -> None:
+    port = RedisLimits(second_redis_url, uuid.uuid4().hex, options=LimitsOptions(opening_s=0.0))
     await port.start()
     held = await port.admit((CAP,), COST, time.monotonic_ns())
     assert isinstance(held, Admitted)
