@@ -232,10 +232,13 @@ def _parsed(url: str) -> URL:
         url = "postgresql://" + url.removeprefix("postgres://")
     try:
         parsed = make_url(url)
-    except sa.exc.ArgumentError:
+    except (sa.exc.ArgumentError, ValueError):  # ValueError: a port that is no number, a broken IPv6 address
         raise StoreError(
-            "The database URL cannot be read; sqlite:///FILE or postgresql://USER@HOST/DATABASE was expected."
+            "The database URL cannot be read; sqlite:///FILE or postgresql://USER@HOST:PORT/DATABASE was expected."
         ) from None
+    if parsed.get_backend_name() == "postgresql" and "@" in f"{parsed.host or ''}{parsed.database or ''}":
+        # The rest of a password would be taken for the host or the database, and shown.
+        raise StoreError("The database URL has an '@' too many; one in a password is written %40, a '/' %2F.")
     if parsed.get_backend_name() not in {"sqlite", "postgresql"}:
         raise StoreError(f"The database is {parsed.get_backend_name()!r}; sqlite or postgresql was expected.")
     if parsed.get_backend_name() == "sqlite" and parsed.database in {None, "", ":memory:"}:

@@ -191,6 +191,10 @@ def test_a_reader_does_not_wait_for_a_writer(sqlite_url: str) -> None:
         ("mysql://root:hunter2@db/x", "The database is 'mysql'; sqlite or postgresql was expected."),
         ("sqlite://", "no file"),
         ("not a url hunter2", "cannot be read"),
+        ("postgresql://me:hunter2@db:none/x", "cannot be read"),
+        ("postgresql://me:hunter2@[::1/x", "cannot be read"),
+        ("postgresql://me:hun@ter/hunter2@db/x", "an '@' too many"),
+        ("postgresql://me:hun@hunter2@db/x", "an '@' too many"),
     ],
 )
 def test_a_url_of_another_kind_is_refused_without_its_password(url: str, told: str) -> None:
