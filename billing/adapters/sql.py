@@ -234,7 +234,7 @@ def _parsed(url: str) -> URL:
         parsed = make_url(url)
     except (sa.exc.ArgumentError, ValueError):  # ValueError: a port that is no number, a broken IPv6 address
         raise StoreError(
-            "The database URL cannot be read; sqlite:///FILE or postgresql://USER@HOST:PORT/DATABASE was expected."
+            "The database URL cannot be read; sqlite:///FILE or postgresql://USER@HOST/DATABASE was expected."
         ) from None
     if parsed.get_backend_name() == "postgresql" and "@" in f"{parsed.host or ''}{parsed.database or ''}":
         # The rest of a password would be taken for the host or the database, and shown.
