@@ -500,11 +500,10 @@ class Leases:
 
     def _set_aside(self) -> None:
         """Take what the store need not hear of any more out of the rounds."""
-        busy = [lease for lease in self._active if lease.busy()]
-        if len(busy) == len(self._active):
-            return
+        busy: list[Lease] = []
         for lease in self._active:
             if lease.busy():
+                busy.append(lease)
                 continue
             lease.active = False
             if self._leases.get(lease.limit.limit_id) is lease:  # not one that another has replaced meanwhile

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import multiprocessing
 import shutil
 import socket
 import tempfile
@@ -22,6 +23,8 @@ import psycopg
 import pytest
 import redis
 
+from billing.adapters import books_sql, sql
+from billing.pricing import PriceBook
 from controlplane.adapters.embedded import EmbeddedRedis
 from controlplane.adapters.llama_engine import LlamaEngine, LlamaOptions, write_random_model
 from controlplane.errors import ConfigError
@@ -150,6 +153,35 @@ def emptied(url: str) -> str:
     with contextlib.closing(client):
         client.flushall()
     return url
+
+
+@contextlib.contextmanager
+def books_template(*books: PriceBook) -> Iterator[Path]:
+    """A SQLite file with tables and these price books, to be copied."""
+    with temporary_folder() as folder:
+        path = folder / "template.db"
+        sql.upgrade(f"sqlite:///{path}")
+        engine = sql.engine(f"sqlite:///{path}")
+        for number, book in enumerate(books, 1):
+            books_sql.add_book(engine, book, now_ns=number)
+        # The last connection to close moves the write-ahead log into the file.
+        engine.dispose()
+        yield path
+
+
+def at_once(count: int, target: Callable[[str, Any], None], url: str) -> list[Any]:
+    """What `count` processes say that run `target(url, answers)` at the same time."""
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.Queue()
+    processes = [spawn.Process(target=target, args=(url, answers)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    told = [answers.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(timeout=30)
+    answers.close()
+    answers.join_thread()
+    return told
 
 
 def free_tcp_port() -> int:

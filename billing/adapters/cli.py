@@ -305,19 +305,14 @@ def _existing(database_url: str, data_dir: Path) -> str:
 
     Raises StoreError. A server is asked itself.
     """
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
-
+    from billing.adapters import sql
     from billing.errors import StoreError
 
     address = _url(database_url, data_dir)
-    try:
-        url = make_url(address)
-    except ArgumentError:
-        return address  # `sql.engine` has the sentence for what is no URL
-    if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).is_file():
+    missing = sql.missing_file(address)
+    if missing is not None:
         raise StoreError(
-            f"There is no Inferplane data in {url.database if database_url else data_dir}; expected the "
+            f"There is no Inferplane data in {missing if database_url else data_dir}; expected the "
             f"{'database file' if database_url else 'data folder'} of an `inferplane serve`."
         )
     return address

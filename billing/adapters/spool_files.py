@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from billing.adapters.disk import flush
 from billing.adapters.ingest import Quarantined, SpoolOffset, SpoolRefusal
 from billing.spool_format import MAX_FRAME_BYTES, Damage, Fold, Item, Scanner, Unmatched
 from billing.usage_event import Refusal, UsageEvent
@@ -155,8 +156,8 @@ class SpoolFolder:
             return
         old = [number for number in segments(self.path) if number < self._segment]
         if old:
-            _fsync(self._file(self._segment))
-            _fsync(self.path)
+            flush(self._file(self._segment))
+            flush(self.path)
         for number in old:
             self._file(number).unlink(missing_ok=True)
         self._left_segments = False
@@ -294,11 +295,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

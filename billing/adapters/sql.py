@@ -155,6 +155,17 @@ def engine(url: str) -> Engine:
     )
 
 
+def missing_file(url: str) -> Path | None:
+    """The SQLite file that the URL names, where it is not there. What is no URL is for `engine` to say."""
+    try:
+        parsed = make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        return None
+    if parsed.get_backend_name() != "sqlite" or not parsed.database or Path(parsed.database).is_file():
+        return None
+    return Path(parsed.database)
+
+
 def safe_url(url: str | URL) -> str:
     """The URL for messages: its password is hidden."""
     return make_url(url).render_as_string(hide_password=True)

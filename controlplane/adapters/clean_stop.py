@@ -24,6 +24,7 @@ from typing import Any
 
 import redis
 
+from billing.adapters.disk import flush
 from controlplane.store_life import NOT_CLEAN, CleanStop
 
 FOLLOWS_KEY = "{inferplane-limits}:follows"
@@ -73,14 +74,14 @@ def leave(folder: Path, stop: CleanStop) -> bool:
     try:
         for root, _, names in os.walk(folder / _FILES):
             for name in names:
-                _flush(Path(root) / name)
-            _flush(Path(root))
+                flush(Path(root) / name)
+            flush(Path(root))
         if (folder / _OLD_FILE).exists():
-            _flush(folder / _OLD_FILE)
+            flush(folder / _OLD_FILE)
         fresh.write_text(json.dumps(asdict(stop)))
-        _flush(fresh)
+        flush(fresh)
         fresh.replace(folder / _MARK)
-        _flush(folder)
+        flush(folder)
     except OSError:
         return False
     return True
@@ -96,7 +97,7 @@ def take(folder: Path) -> CleanStop | None:
     except FileNotFoundError:
         return unmarked
     path.unlink()
-    _flush(folder)
+    flush(folder)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         mark = json.loads(fields)
         return CleanStop(str(mark["run_id"]), int(mark["stopped_us"]))
@@ -111,12 +112,3 @@ def tell(client: redis.Redis, stop: CleanStop) -> None:
         doubt = int(stop.doubt or before in ("1", b"1"))
         times: list[str | int] = ["stopped_us", stop.stopped_us, "doubt", doubt]
         client.hset(FOLLOWS_KEY, items=["run", run_id, "after", stop.run_id, *times])
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

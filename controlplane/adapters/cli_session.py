@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
 
 from billing.adapters import sql
 from billing.errors import StoreError
@@ -150,15 +148,12 @@ def _stores(place: Place) -> Iterator[Stores]:
 
 def require_database(settings: Settings) -> None:
     """Raise ConfigError when the SQLite file is not there. A server is asked itself (`sql.require_current`)."""
-    try:
-        url = make_url(settings.sql_url)
-    except ArgumentError:
-        return  # `sql.engine` has the sentence for what is no URL
-    if url.get_backend_name() != "sqlite" or not url.database or Path(url.database).is_file():
+    missing = sql.missing_file(settings.sql_url)
+    if missing is None:
         return
     if settings.database_url:
         raise ConfigError(
-            f"There is no Inferplane data in {url.database}; expected the database file of an `inferplane serve`."
+            f"There is no Inferplane data in {missing}; expected the database file of an `inferplane serve`."
         )
     raise ConfigError(
         f"There is no Inferplane data in {settings.data_dir}; expected the data folder of an `inferplane serve` "

@@ -33,8 +33,6 @@ def database_faults(settings: Settings, option: bool = False) -> Iterator[None]:
         raise ConfigError(str(fault)) from None  # they name the database and what to do
     except StoreError as fault:
         raise ConfigError(f"{what} cannot be used: {fault}") from None
-    except ValueError:  # SQLAlchemy reads the port of a URL as a number
-        raise ConfigError(f"{what} cannot be used: The database URL cannot be read; {_WANTED}.") from None
     except sa.exc.DBAPIError as fault:
         reason = str(fault.orig).strip().splitlines()[0].rstrip(".")  # the driver's words: they quote no URL
         raise ConfigError(f"{what} cannot be used: {reason}.") from None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from billing.adapters.disk import flush
 from controlplane.config import Settings
 from controlplane.errors import ConfigError
 from controlplane.tenancy import KeyDigest, OrgId
@@ -123,14 +124,6 @@ def _make_pepper_file(path: Path) -> None:
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(aside, path)
-        _sync_folder(path.parent)
+        flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from billing.adapters.disk import flush
 from billing.spool_format import (
     Retried,
     encode_checkpoint,
@@ -409,7 +410,7 @@ class _GroupSync:
     def _sync(self) -> None:
         if self._new_file:
             self._new_file = False
-            _fsync_folder(self._folder)
+            flush(self._folder)
         while self._retired:
             fd = self._retired[0]
             self._fdatasync(fd)
@@ -448,19 +449,11 @@ def _claim(folder: Path) -> tuple[int, int]:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fd = os.open(hidden / "00000001.seg", _NEW_FILE, 0o600)
         hidden.rename(folder)
-        _fsync_folder(folder.parent)
+        flush(folder.parent)
     except BaseException:
         os.close(lock_fd)
         raise
     return lock_fd, fd
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _forget_after_fork(spool: Spool) -> None:

@@ -30,6 +30,7 @@ from billing.rollup import RollupKey, RollupSums, key_of
 from billing.usage_event import Outcome, UsageEvent
 from tests.exploring import examples
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
+from tests.services import books_template
 
 CHECKED = settings(max_examples=examples(40), deadline=None, report_multiple_bugs=False)
 MUTANT = settings(CHECKED, max_examples=60, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
@@ -43,13 +44,7 @@ Sums = Callable[[Connection, PriceSchedule], tuple[dict[str, PostingTally], dict
 @pytest.fixture(scope="module")
 def template() -> Iterator[Path]:
     """A database with tables and two price books, to be copied."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = Path(folder) / "template.db"
-        sql.upgrade(f"sqlite:///{path}")
-        engine = sql.engine(f"sqlite:///{path}")
-        books_sql.add_book(engine, a_book(), now_ns=1)
-        books_sql.add_book(engine, a_book("pb-2", prices={key: 7 for key in a_book().prices}), now_ns=2)
-        engine.dispose()
+    with books_template(a_book(), a_book("pb-2", prices={key: 7 for key in a_book().prices})) as path:
         yield path
 
 

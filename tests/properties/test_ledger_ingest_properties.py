@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sqlalchemy.engine import Connection, Engine
 
 from billing import rollup
-from billing.adapters import books_sql, sql
+from billing.adapters import sql
 from billing.adapters.ingest import Ingest, IngestBatch, IngestReport, SpoolOffset, SpoolRefusal
 from billing.adapters.ingest_sql import Writer
 from billing.adapters.reconcile_sql import reconcile
@@ -29,6 +29,7 @@ from billing.ledger import RatedEvent, Transfer
 from billing.usage_event import Refusal, UsageEvent
 from tests.exploring import examples
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
+from tests.services import books_template
 
 CHECKED = settings(max_examples=examples(40), deadline=None, report_multiple_bugs=False)
 MUTANT = settings(CHECKED, max_examples=40, phases=(Phase.explicit, Phase.generate), derandomize=True, database=None)
@@ -39,13 +40,7 @@ Make = Callable[[Engine], Ingest]
 @pytest.fixture(scope="module")
 def template() -> Iterator[Path]:
     """A database with tables and a price book, to be copied."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = Path(folder) / "template.db"
-        sql.upgrade(f"sqlite:///{path}")
-        engine = sql.engine(f"sqlite:///{path}")
-        books_sql.add_book(engine, a_book(), now_ns=1)
-        # The last connection to close moves the write-ahead log into the file.
-        engine.dispose()
+    with books_template(a_book()) as path:
         yield path
 
 

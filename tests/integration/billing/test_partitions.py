@@ -6,7 +6,6 @@ Owns: where a row lies and which partitions a query touches. Does not own: what 
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from billing.errors import PriceBookError, StoreError
 from billing.ledger import ID_MARGIN_NS, NS_PER_S, event_id_floor, month_of
 from billing.usage_event import UsageEvent
 from tests.fakes.ledger_events import a_book, usage_event
+from tests.services import at_once
 
 EVENT = table(UsageEventRow)
 DAY_NS = 86_400 * NS_PER_S
@@ -157,17 +157,7 @@ def _make(url: str, answers: Any) -> None:
 
 def test_several_workers_at_once_make_each_month_once(engine: Engine) -> None:
     Ingest(engine).write(IngestBatch([event_at(MAY_NS + n * DAY_NS, n) for n in range(60)]))
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
-    url = engine.url.render_as_string(hide_password=False)
-    processes = [spawn.Process(target=_make, args=(url, answers)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    told = [answers.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(timeout=30)
-    answers.close()
-    answers.join_thread()
+    told = at_once(4, _make, engine.url.render_as_string(hide_password=False))
     assert not [one for one in told if isinstance(one, Exception)]
     make_partitions(engine, JULY_NS)  # what a worker left to another that was at it, the next tick does
     assert places(engine) == {"usage_event_2031_05": 31, "usage_event_2031_06": 29}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from billing.adapters.ingest import Ingest, IngestBatch
 from billing.errors import SchemaOutdated, StoreError
 from billing.ledger import xor_of
 from tests.fakes.ledger_events import NOON_NS, a_book, usage_event
+from tests.services import at_once
 
 BILLING_TABLES = {
     tables.table(kind).name
@@ -52,16 +52,7 @@ def _upgrade(url: str, answers: Any) -> None:
 
 
 def test_processes_that_upgrade_at_once_do_not_disturb_each_other(sql_url: str) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
-    processes = [spawn.Process(target=_upgrade, args=(sql_url, answers)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    told = [answers.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(timeout=30)
-    answers.close()
-    answers.join_thread()
+    told = at_once(3, _upgrade, sql_url)
     assert told == [sql.head_revision()] * 3
 
 
