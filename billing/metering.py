@@ -300,9 +300,15 @@ class Meter:
         counts = parsed_json(event[at + 9 : -3])
         if type(counts) is not dict:
             return None
-        self._note(0, counts)
         self._chunks[0] = self._chunks.get(0, 0) + 1
-        self._account()
+        output = counts.get("completion_tokens")
+        if type(output) is int and self._released <= output < MAX_TOKENS and self._held is None and self._total is None:
+            self._last[0] = self._released = output
+            self._seen = counts
+            self._delivered_all = False
+        else:  # no count, or one that falls
+            self._note(0, counts)
+            self._account()
         return event[:at] + b"}\n\n"
 
     def _event(self, raw: bytes, out: list[bytes]) -> None:
@@ -459,12 +465,19 @@ class Meter:
             share = begun / max(1, first.data.count(b"\n\n"))
             self._delivered = max(self._delivered, first.before + ceil((first.tokens - first.before) * share))
 
-    def delivered(self) -> None:
-        """The client's socket has taken everything that `feed` and `flush` returned so far."""
-        self._unsent.clear()
-        self._sent_tokens = self._released
-        self._delivered = max(self._delivered, self._released)
+    def delivered(self, now_s: float) -> bool:
+        """The client's socket has taken everything that `feed` and `flush` returned so far.
+
+        Whether a checkpoint is due now: delivery is ahead of the last one by 64 tokens, or by anything for a second.
+        """
+        if self._unsent:
+            self._unsent.clear()
+        released = self._sent_tokens = self._released
+        if released > self._delivered:  # noqa: PLR1730 - for each piece of a stream, and max() costs twice as much
+            self._delivered = released
         self._delivered_all = self._held is None
+        ahead = self._delivered - self._marked_tokens
+        return ahead >= CHECKPOINT_TOKENS or (ahead > 0 and now_s - self._marked_s >= CHECKPOINT_S)
 
     def engine_usage(self) -> Usage:
         """What the engine counted: its total, else its last counts per choice; an estimate when it counted nothing."""
@@ -482,11 +495,6 @@ class Meter:
             return self.engine_usage()
         prompt = {} if self._seen is None else {"prompt_tokens": self._seen.get("prompt_tokens")}
         return usage_from(prompt, self._delivered, tier=self._tier, estimated=True, wrong=self._wrong)
-
-    def checkpoint_due(self, now_s: float) -> bool:
-        """Whether delivery is ahead of the last checkpoint by 64 tokens, or by anything for a second."""
-        ahead = self._delivered - self._marked_tokens
-        return ahead >= CHECKPOINT_TOKENS or (ahead > 0 and now_s - self._marked_s >= CHECKPOINT_S)
 
     def checkpointed(self, now_s: float) -> None:
         """A checkpoint of `delivered_usage` was written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from billing.metering import Meter
@@ -147,6 +147,17 @@ class Clock(Protocol):
     def event_id(self) -> str: ...
 
 
+class Offered(Enum):
+    """What became of a piece that was offered to the client's socket."""
+
+    REFUSED = "refused"
+    """Not sent: it would have to wait, which is for `write`."""
+    HELD = "held"
+    """Sent; of what was written so far, the socket has not taken everything yet."""
+    TAKEN = "taken"
+    """Sent, and the socket has taken every byte written so far."""
+
+
 class Sink(Protocol):
     """The client's side of the connection."""
 
@@ -177,8 +188,8 @@ class Sink(Protocol):
         ...
 
     async def start(self, status: int, headers: Sequence[Header]) -> None: ...
-    def offer(self, data: bytes) -> bool:
-        """Send a piece if that needs no waiting. False: it was not sent, and is for `write`. Of nothing: would it?"""
+    def offer(self, data: bytes) -> Offered:
+        """Send a piece if that needs no waiting. Of nothing: would it?"""
         ...
 
     async def write(self, data: bytes) -> None: ...

@@ -47,6 +47,7 @@ from controlplane.ports import (
     Deadlines,
     Fault,
     NoTarget,
+    Offered,
     Ports,
     Sink,
     Target,
@@ -70,6 +71,8 @@ _DONE = b"data: [DONE]\n\n"
 _CLOCK_SLACK_S = 0.002
 # How long the engine's last chunk may take after `[DONE]` before its connection is given up.
 _TAIL_S = 1.0
+# Looked up once, not for each piece of a stream.
+_REFUSED, _TAKEN = Offered.REFUSED, Offered.TAKEN
 
 
 class Path:
@@ -110,7 +113,7 @@ class Path:
         trace.reason = fault.code or fault.type
         if not sink.started:
             trace.status = await self._p.edge.fail(sink, call, fault, None)
-        elif sink.open_ended and sink.offer(b""):
+        elif sink.open_ended and sink.offer(b"") is not _REFUSED:
             await sink.finish(self._p.edge.stream_fault(fault))
         else:  # it cannot be said in this answer, or to a client whose socket is full
             sink.abort()
@@ -325,8 +328,7 @@ class Path:
             await self._begin(run, attempt, answer)
             if not meter.done:
                 if out:
-                    await run.sink.write(out)
-                    self._sent(run, attempt, out)
+                    await self._write(run, attempt, out)
                 out, lost = await self._relay(run, attempt, answer)
         return await self._end_stream(run, attempt, out, lost if lost is not None else TRUNCATED)
 
@@ -350,8 +352,9 @@ class Path:
 
     async def _relay(self, run: Run, attempt: Attempt, answer: Answer) -> tuple[bytes, Fault | None]:
         """Relay the rest, each piece as it comes. What is still to be sent at the end, and a fault if it was lost."""
-        meter, sink, deadlines = attempt.meter, run.sink, self._deadlines
+        meter, sink, deadlines, now_s = attempt.meter, run.sink, self._deadlines, self._p.clock.monotonic_s
         assert meter is not None
+        feed, offer, delivered = meter.feed, sink.offer, meter.delivered
         total_s = run.call.started_s + deadlines.total_s
         rest, silent_bytes = b"", 0
 
@@ -359,26 +362,30 @@ class Path:
             nonlocal rest, silent_bytes
             if sink.gone:
                 return False
-            rest = meter.feed(data)
+            rest = feed(data)
             if meter.done:
                 return False
             if not rest:
                 silent_bytes += len(data)
                 return silent_bytes <= deadlines.max_answer_bytes
             silent_bytes = 0
-            if not sink.offer(rest):
+            offered = offer(rest)
+            if offered is _TAKEN:
+                if delivered(now_s()):
+                    self._checkpoint(run, attempt, meter)
+            elif offered is _REFUSED:
                 return False
-            self._sent(run, attempt, rest)
+            else:
+                meter.sent(rest, sink.written_bytes)
             rest = b""
             return True
 
         try:
             while not meter.done and silent_bytes <= deadlines.max_answer_bytes:  # else: an event without end
                 if rest:
-                    await sink.write(rest)
-                    self._sent(run, attempt, rest)
+                    await self._write(run, attempt, rest)
                     rest = b""
-                left_s = total_s - self._p.clock.monotonic_s()
+                left_s = total_s - now_s()
                 if left_s <= 0:
                     raise self._late(run)
                 if await answer.relay(take, deadlines.idle_s, left_s):
@@ -389,6 +396,16 @@ class Path:
             late = isinstance(error, EngineTimeout)
             return meter.flush(), engine_fault(self._late(run) if late else error, begun=True)
         return rest, None
+
+    async def _write(self, run: Run, attempt: Attempt, data: bytes) -> None:
+        """Send a piece, with the wait for a slow client: its socket has taken it then, or holds some of it back."""
+        meter = attempt.meter
+        assert meter is not None
+        await run.sink.write(data)
+        if run.sink.drained:
+            self._delivered(run, attempt, meter)
+        else:
+            meter.sent(data, run.sink.written_bytes)
 
     def _look_again(self, run: Run, attempt: Attempt, meter: Meter) -> None:
         """Four times per checkpoint interval: an engine that falls silent must not hold back what was delivered."""
@@ -461,8 +478,7 @@ class Path:
         if attempt.closed:
             return None
         if rest:
-            await sink.write(rest)
-            self._sent(run, attempt, rest)
+            await self._write(run, attempt, rest)
         await asyncio.sleep(0)  # what was written reaches the socket when the loop turns
         self._took(run, meter)
         run.trace.reason = fault.code or fault.type
@@ -470,19 +486,10 @@ class Path:
         await sink.finish(self._p.edge.stream_fault(fault))
         return None
 
-    def _sent(self, run: Run, attempt: Attempt, data: bytes) -> None:
-        """A piece was handed to the client's socket, which has taken it, or holds some of it back for a slow client."""
-        meter = attempt.meter
-        assert meter is not None
-        if run.sink.drained:
-            self._delivered(run, attempt, meter)
-        else:
-            meter.sent(data, run.sink.written_bytes)
-
     def _took(self, run: Run, meter: Meter) -> None:
         """The end of a stream: what the client's socket has taken of it."""
         if run.sink.drained:
-            meter.delivered()
+            meter.delivered(self._p.clock.monotonic_s())
         else:
             meter.delivered_up_to(run.sink.taken_bytes)
 
@@ -495,9 +502,11 @@ class Path:
 
     def _delivered(self, run: Run, attempt: Attempt, meter: Meter) -> None:
         """The client's socket has taken everything so far: note it, and write it down when a checkpoint is due."""
-        meter.delivered()
-        if not meter.checkpoint_due(self._p.clock.monotonic_s()):
-            return
+        if meter.delivered(self._p.clock.monotonic_s()):
+            self._checkpoint(run, attempt, meter)
+
+    def _checkpoint(self, run: Run, attempt: Attempt, meter: Meter) -> None:
+        """Write down what was delivered so far, which is what a crash would be billed by."""
         usage = self._delivered_usage(run, meter)
         self._p.books.checkpoint(
             UsageCheckpoint(

@@ -140,13 +140,16 @@ class GatewayProtocol(HttpToolsProtocol):
         cycle.waiting_for_100_continue = False
         return b"".join(lines)
 
-    def piece(self, head: bytes, data: bytes) -> None:
-        """Write a piece of an answer, after its head where that is still to be written."""
+    def piece(self, head: bytes, data: bytes) -> bool:
+        """Write a piece of an answer, after its head where that is still to be written. Whether `drained` then."""
         cycle = self.cycle
-        if not cycle.disconnected:
-            data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if cycle.chunked_encoding else head + data
-            self.written_bytes += len(data)
-            self.transport.write(data)
+        if cycle.disconnected:
+            return self.drained
+        data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if cycle.chunked_encoding else head + data
+        self.written_bytes += len(data)
+        transport = self.transport
+        transport.write(data)
+        return not (transport.get_write_buffer_size() or transport.is_closing())
 
     def last(self, head: bytes, data: bytes) -> None:
         """Write the last piece, or the whole body, of an answer."""

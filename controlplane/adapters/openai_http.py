@@ -22,7 +22,7 @@ from controlplane.adapters.telemetry import Telemetry
 from controlplane.admission import limit_headers, refusal_facts, retry_headers
 from controlplane.errors import BadRequest
 from controlplane.faults import DEFECT, DRAINED, no_such_model
-from controlplane.ports import Answer, Call, Clock, Fault, Header, Sink, Trace
+from controlplane.ports import Answer, Call, Clock, Fault, Header, Offered, Sink, Trace
 from controlplane.rate_limit import LimitView
 from controlplane.request import Operation
 from controlplane.serve import Path
@@ -45,6 +45,8 @@ _SAME_MOMENT_S = 0.05
 _log = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
 _EXPLAIN = b"x-inferplane-decision"
+# Looked up once, not for each piece of a stream.
+_REFUSED, _HELD, _TAKEN = Offered.REFUSED, Offered.HELD, Offered.TAKEN
 
 
 class AsgiSink:
@@ -102,17 +104,17 @@ class AsgiSink:
             return
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def offer(self, data: bytes) -> bool:
-        """Send a piece if that needs no waiting. False: it was not sent."""
+    def offer(self, data: bytes) -> Offered:
+        """Send a piece if that needs no waiting."""
         conn = self._conn
         if conn is None:
-            return not data
+            return _REFUSED if data else _TAKEN
         if conn.flow.write_paused or self.gone:
-            return False
+            return _REFUSED
         if data:
             head, self._head = self._head, b""
-            conn.piece(head, data)
-        return True
+            return _TAKEN if conn.piece(head, data) else _HELD
+        return _TAKEN if conn.drained else _HELD
 
     async def write(self, data: bytes) -> None:
         """Send a piece; waits while the client's socket is full, and gives up on a client that does not read."""

@@ -24,6 +24,7 @@ from controlplane.ports import (
     ModelFacts,
     NoTarget,
     NoTargetReason,
+    Offered,
     Ports,
     Target,
     Trace,
@@ -350,16 +351,15 @@ class FakeSink:
         self.started, self.status, self.headers = True, status, list(headers)
         self.open_ended = all(name != b"content-length" for name, _ in headers)
 
-    def offer(self, data: bytes) -> bool:
+    def offer(self, data: bytes) -> Offered:
         """A piece; every third one has to wait."""
         assert self.started
-        if not data:
-            return not self.gone
-        self._offered += 1
-        if self._offered % 3 == 0:
-            return False
-        self._took(data)
-        return True
+        self._offered += bool(data)
+        if self.gone or (data and self._offered % 3 == 0):
+            return Offered.REFUSED
+        if data:
+            self._took(data)
+        return Offered.TAKEN if self.drained else Offered.HELD
 
     async def write(self, data: bytes) -> None:
         """A piece."""

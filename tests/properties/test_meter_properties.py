@@ -126,7 +126,7 @@ def counts_the_same_however_cut(kind: type[Meter], case: Case) -> bool:
     whole, pieces = run(kind, (choices, stream, [], wish))[1], run(kind, case)[1]
 
     def facts(meter: Meter) -> tuple[Any, ...]:
-        meter.delivered()
+        meter.delivered(0.0)
         usage = meter.engine_usage()
         return usage.input_tokens, usage.output_tokens, meter.first_token, meter.done, meter.end(), usage.estimated
 

@@ -330,10 +330,10 @@ class TestDelivery:
     def test_only_what_the_socket_took_is_delivered(self) -> None:
         m = meter()
         m.feed(token(usage=counts(1)))
-        m.delivered()
+        m.delivered(0.0)
         m.feed(token(usage=counts(2)))
         assert m.delivered_usage() == Usage(17, None, None, 1, None, estimated=True)
-        m.delivered()
+        m.delivered(0.0)
         assert m.delivered_usage().output_tokens == 2
 
     def test_of_a_piece_that_was_taken_in_part_the_events_begun_count(self) -> None:
@@ -354,28 +354,26 @@ class TestDelivery:
     def test_a_held_event_is_not_delivered(self) -> None:
         m = meter()
         m.feed(token(usage=counts(1)) + token(usage=counts(2), finish="stop"))
-        m.delivered()
+        m.delivered(0.0)
         assert m.delivered_usage().output_tokens == 1
 
     def test_all_of_a_complete_stream_delivered_is_the_engines_own_count(self) -> None:
         m = meter()
         relay(m, sse(VLLM, "chat_stream_continuous_usage"))
         assert m.delivered_usage().estimated
-        m.delivered()
+        m.delivered(0.0)
         assert m.delivered_usage() == m.engine_usage() == Usage(28, 256, None, 12, None)
 
     def test_a_checkpoint_is_due_after_64_tokens_or_a_second(self) -> None:
         m = meter()
-        assert not m.checkpoint_due(100.0)
+        assert not m.delivered(100.0)
         m.feed(token(usage=counts(63)))
-        m.delivered()
-        assert not m.checkpoint_due(0.9)
-        assert m.checkpoint_due(1.0)
+        assert not m.delivered(0.9)
+        assert m.delivered(1.0)
         m.checkpointed(1.0)
-        assert not m.checkpoint_due(9.0)
+        assert not m.delivered(9.0)
         m.feed(token(usage=counts(127)))
-        m.delivered()
-        assert m.checkpoint_due(1.1)
+        assert m.delivered(1.1)
 
 
 class TestWholeAnswers:
