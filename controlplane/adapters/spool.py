@@ -131,6 +131,7 @@ class Spool:
             raise SpoolFull(f"The spool folder {self._folder} cannot be made: {fault.strerror}.") from None
         self._sync = _GroupSync(self._folder, self._fd, settings.sync_interval_s, fdatasync)
         self._room_bytes = settings.max_bytes - spool_bytes(settings.spool_dir)
+        self._gone = False
         _forget_after_fork(self)
 
     @property
@@ -236,6 +237,7 @@ class Spool:
         self.tick()
         with contextlib.suppress(SpoolFull):
             self._write(encode_end())
+        self._gone = True  # before the descriptor goes: its number may be another file's the next moment
         await asyncio.to_thread(self._sync.stop)
         os.close(self._lock_fd)
         if self._sync.fault is not None:
@@ -266,6 +268,8 @@ class Spool:
 
     def _write(self, frame: bytes) -> None:
         """Append one frame in one call. Raises SpoolFull, and leaves no part of a frame behind."""
+        if self._gone:
+            raise SpoolFull("The usage spool is closed.")
         if self._size_bytes + len(frame) > self._rotate_at_bytes:
             self._rotate()
         try:
@@ -338,6 +342,7 @@ class Spool:
         if self._refused_because is not None:
             return
         self._refused_because = "The usage spool belongs to the parent of this process."
+        self._gone = True
         for fd in (self._fd, self._lock_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -368,6 +368,20 @@ async def test_a_closed_spool_takes_no_opens_and_may_be_closed_again(tmp_path: P
     assert [event.close.estimated for event in read_folder(spool.folder).orphans] == [True]
 
 
+async def test_an_attempt_that_ends_after_the_spool_writes_into_no_other_file(tmp_path: Path) -> None:
+    async with a_spool(tmp_path) as spool:
+        spool.open(an_open(1))
+        spool.open(an_open(2))
+    others = [(tmp_path / f"other-{n}").open("wb") for n in range(8)]  # they get the numbers that have become free
+    spool.checkpoint(a_checkpoint(1))
+    spool.close(a_close(1))
+    spool.tick()
+    for other in others:
+        other.close()
+        assert Path(other.name).stat().st_size == 0
+    assert len(read_folder(spool.folder).orphans) == 2
+
+
 async def test_a_forked_child_cannot_write_and_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
     async with a_spool(tmp_path) as spool:
         spool.open(an_open(1))
