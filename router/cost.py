@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from router.endpoints import Ending, EngineSpeed, Finish, Load, Ticket
 
@@ -49,16 +49,35 @@ class Work(NamedTuple):
     output_tokens: int
 
 
-def prefill_s(speed: EngineSpeed, new_tokens: int, cached_tokens: int) -> float:
+class Speed(Protocol):
+    """An engine's speed with the fields of `EngineSpeed`: told (`EngineSpeed`) or moving (`SpeedLearner`)."""
+
+    @property
+    def prefill_tok_per_s(self) -> float: ...
+    @property
+    def prefill_overhead_s(self) -> float: ...
+    @property
+    def decode_s_per_token(self) -> float: ...
+    @property
+    def kv_capacity_tokens(self) -> int | None: ...
+    @property
+    def prefill_s_per_token2(self) -> float: ...
+    @property
+    def decode_s_per_running(self) -> float: ...
+
+
+def prefill_s(speed: Speed, new_tokens: int, cached_tokens: int) -> float:
     """Seconds to prefill `new_tokens` after `cached_tokens` on an otherwise idle engine."""
     attention_s = speed.prefill_s_per_token2 * new_tokens * (cached_tokens + new_tokens / 2)
     return speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s + attention_s
 
 
-def price(
-    speed: EngineSpeed, load: Load, work: Work, cached_tokens: int, now_s: float
-) -> tuple[float, float, float, float]:
-    """Seconds of (queue, prefill, decode, slowdown) for this work on an engine in this state."""
+def price(speed: Speed, load: Load, work: Work, cached_tokens: int, now_s: float) -> tuple[float, float, float, float]:
+    """Seconds of (queue, prefill, decode, slowdown) for this work on an engine in this state.
+
+    `route.Router` has these lines once more in its loop over the endpoints, for engines without KV capacity and
+    without attention's growth: a call for each endpoint of each request is what it saves.
+    """
     new_tokens = work.input_tokens - cached_tokens
     own_prefill_s = speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s
     if speed.prefill_s_per_token2:
@@ -83,7 +102,7 @@ def price(
     return queue_s, own_prefill_s, decode_s, slowdown_s
 
 
-def eviction_s(speed: EngineSpeed, resident_tokens: float, new_tokens: int, reuse_ratio: float) -> float:
+def eviction_s(speed: Speed, resident_tokens: float, new_tokens: int, reuse_ratio: float) -> float:
     """Seconds of later prefill for the KV that `new_tokens` push out of a cache that holds `resident_tokens`, when
     `reuse_ratio` of what is evicted would have been asked for again.
     """
@@ -94,7 +113,7 @@ def eviction_s(speed: EngineSpeed, resident_tokens: float, new_tokens: int, reus
     return reuse_ratio * over_tokens / speed.prefill_tok_per_s if over_tokens > 0 else 0.0
 
 
-def typical_speed(known: Iterable[EngineSpeed], default: EngineSpeed) -> EngineSpeed:
+def typical_speed(known: Iterable[Speed], default: EngineSpeed) -> EngineSpeed:
     """The median speed of a pool, field by field, for its engines of which nothing is known; `default` for an empty
     pool.
     """
@@ -112,6 +131,9 @@ def typical_speed(known: Iterable[EngineSpeed], default: EngineSpeed) -> EngineS
 
 # Weight of a new sample once the first few are averaged: about ten samples to follow a change.
 _SAMPLE_WEIGHT = 0.2
+
+# Samples of which the plain mean is kept: then a further one weighs no more than _SAMPLE_WEIGHT.
+_MEAN_COUNT = 4
 
 # A sample is pulled to within this factor of the estimate, so that one stall cannot move it far.
 _SAMPLE_CLAMP = 4.0
@@ -136,24 +158,37 @@ class Ewma:
 
     def add(self, sample: float) -> None:
         """Take one sample (> 0)."""
+        value = self.value
         if self.count == 0:
             self.value = sample
         else:
-            sample = min(max(sample, self.value / _SAMPLE_CLAMP), self.value * _SAMPLE_CLAMP)
-            self.value += max(_SAMPLE_WEIGHT, 1 / (self.count + 1)) * (sample - self.value)
+            if sample < value / _SAMPLE_CLAMP:
+                sample = value / _SAMPLE_CLAMP
+            elif sample > value * _SAMPLE_CLAMP:
+                sample = value * _SAMPLE_CLAMP
+            weight = _SAMPLE_WEIGHT if self.count >= _MEAN_COUNT else 1 / (self.count + 1)
+            self.value = value + weight * (sample - value)
         self.count += 1
 
 
 class SpeedLearner:
-    """One engine's speed, learned from what its requests took."""
+    """One engine's speed, learned from what its requests took. Mutable: its fields, those of `EngineSpeed`, move with
+    every sample. Routing reads them here; a frozen copy for each answer would cost more than the prices of a request.
+    """
 
-    __slots__ = ("_decode_s", "_overhead_s", "_prior", "_token_s")
+    __slots__ = (
+        "_decode_s", "_overhead_s", "_prior", "_token_s",
+        "decode_s_per_running", "decode_s_per_token", "kv_capacity_tokens",
+        "prefill_overhead_s", "prefill_s_per_token2", "prefill_tok_per_s",
+    )  # fmt: skip
 
     def __init__(self, prior: EngineSpeed) -> None:
-        self._prior = prior
         self._token_s = Ewma()
         self._overhead_s = Ewma()
         self._decode_s = Ewma()
+        self.kv_capacity_tokens: int | None = None
+        """Requests do not show it."""
+        self.set_prior(prior)
 
     @property
     def measured(self) -> bool:
@@ -163,32 +198,38 @@ class SpeedLearner:
     def set_prior(self, prior: EngineSpeed) -> None:
         """What to take for what is not measured yet."""
         self._prior = prior
+        self.prefill_tok_per_s = 1 / self._token_s.value if self._token_s.count else prior.prefill_tok_per_s
+        self.prefill_overhead_s = self._overhead_s.value if self._overhead_s.count else prior.prefill_overhead_s
+        self.decode_s_per_token = self._decode_s.value if self._decode_s.count else prior.decode_s_per_token
+        self.prefill_s_per_token2 = prior.prefill_s_per_token2
+        self.decode_s_per_running = prior.decode_s_per_running
 
     def prefilled(self, new_tokens: int, took_s: float) -> None:
         """A prefill of `new_tokens`, alone in the queue, took this long."""
         if took_s <= 0:
             return
         if new_tokens >= _RATE_MIN_TOKENS:
-            overhead_s = self._overhead_s.value if self._overhead_s.count else self._prior.prefill_overhead_s
-            self._token_s.add(max(took_s - overhead_s, took_s / 10) / new_tokens)
+            self._token_s.add(max(took_s - self.prefill_overhead_s, took_s / 10) / new_tokens)
+            self.prefill_tok_per_s = 1 / self._token_s.value
         else:
             token_s = self._token_s.value if self._token_s.count else 1 / self._prior.prefill_tok_per_s
             self._overhead_s.add(max(took_s - new_tokens * token_s, took_s / 10))
+            self.prefill_overhead_s = self._overhead_s.value
 
     def decoded(self, tokens: int, took_s: float) -> None:
         """`tokens` after the first took this long."""
         if tokens >= _DECODE_MIN_TOKENS and took_s > 0:
             self._decode_s.add(took_s / tokens)
+            self.decode_s_per_token = self._decode_s.value
 
     def speed(self) -> EngineSpeed:
         """The speed as known now."""
-        prior = self._prior
         return EngineSpeed(
-            prefill_tok_per_s=1 / self._token_s.value if self._token_s.count else prior.prefill_tok_per_s,
-            prefill_overhead_s=self._overhead_s.value if self._overhead_s.count else prior.prefill_overhead_s,
-            decode_s_per_token=self._decode_s.value if self._decode_s.count else prior.decode_s_per_token,
-            prefill_s_per_token2=prior.prefill_s_per_token2,
-            decode_s_per_running=prior.decode_s_per_running,
+            prefill_tok_per_s=self.prefill_tok_per_s,
+            prefill_overhead_s=self.prefill_overhead_s,
+            decode_s_per_token=self.decode_s_per_token,
+            prefill_s_per_token2=self.prefill_s_per_token2,
+            decode_s_per_running=self.decode_s_per_running,
         )
 
 

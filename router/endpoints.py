@@ -347,17 +347,20 @@ class Breaker:
     attempt at a time is a trial. A trial that is answered closes it; one that fails opens it for twice as long.
     """
 
-    __slots__ = ("_busy_backoff_s", "_health_failed", "_history", "_open_s", "_opened", "_trial", "ready_s")
+    __slots__ = ("_busy_backoff_s", "_health_failed", "_history", "_open_s", "_trial", "opened", "ready_s")
 
     def __init__(self) -> None:
         self._history = 0
-        self._opened = False
+        self.opened = False
+        """Open or half-open: not trusted with ordinary traffic. To be read only."""
         self._trial: int | None = None
         self._open_s = _OPEN_FIRST_S
         self._busy_backoff_s = _BUSY_FIRST_S
         self._health_failed = False
         self.ready_s = 0.0
-        """Not picked before this time (open or busy)."""
+        """Not picked before this time (open or busy). Where that has passed and it is not `opened`, it may be picked:
+        what the hot path asks instead of `admits`.
+        """
 
     def admits(self, now_s: float) -> bool:
         """May it be picked now?"""
@@ -365,20 +368,15 @@ class Breaker:
 
     def state(self, now_s: float) -> BreakerState:
         """For telemetry and reasons."""
-        if self._opened:
+        if self.opened:
             return BreakerState.OPEN if now_s < self.ready_s else BreakerState.HALF_OPEN
         return BreakerState.BUSY if now_s < self.ready_s else BreakerState.CLOSED
 
-    @property
-    def opened(self) -> bool:
-        """Open or half-open: not trusted with ordinary traffic."""
-        return self._opened
-
     def picked(self, ticket_id: int) -> bool:
         """It was picked; True where this attempt is the trial of a half-open breaker."""
-        if self._opened:
+        if self.opened:
             self._trial = ticket_id
-        return self._opened
+        return self.opened
 
     def ended(self, ticket: Ticket, finish: Finish, now_s: float) -> bool:
         """Learn from an ending. True where this one opened the breaker or kept it open."""
@@ -386,6 +384,9 @@ class Breaker:
         if was_trial:
             self._trial = None
         match finish.outcome:
+            case Ending.COMPLETED | Ending.REFUSED:
+                self._works(was_trial)
+                self._busy_backoff_s = _BUSY_FIRST_S
             case Ending.CANCELLED:
                 return False
             case Ending.UNREACHABLE | Ending.FAILED:
@@ -393,9 +394,6 @@ class Breaker:
             case Ending.BUSY:
                 self._works(was_trial)
                 self._back_off(finish.retry_after_s, now_s)
-            case Ending.COMPLETED | Ending.REFUSED:
-                self._works(was_trial)
-                self._busy_backoff_s = _BUSY_FIRST_S
         return False
 
     def first_token(self, ticket: Ticket) -> None:
@@ -407,7 +405,7 @@ class Breaker:
         """A background probe's answer. Only a recovery that the probes saw (bad, then good) brings the next trial
         forward: an engine whose health page always answers while its inference fails waits out its back-off.
         """
-        if not self._opened:
+        if not self.opened:
             return
         if not healthy:
             self._health_failed = True
@@ -419,21 +417,21 @@ class Breaker:
         self._history = (self._history << 1) & _WINDOW_MASK
         if was_trial:
             self._trial = None
-            self._opened = False
+            self.opened = False
             self._history = 0
             self._open_s = _OPEN_FIRST_S
             self._health_failed = False
 
     def _failed(self, was_trial: bool, now_s: float) -> bool:
         self._history = (self._history << 1 | 1) & _WINDOW_MASK
-        if self._opened:
+        if self.opened:
             if was_trial:
                 self._open_s = min(self._open_s * 2, _OPEN_MAX_S)
                 self.ready_s = now_s + self._open_s
             return True
         if self._history.bit_count() < _FAILURES_TO_OPEN:
             return False
-        self._opened = True
+        self.opened = True
         self.ready_s = now_s + self._open_s
         return True
 

@@ -106,20 +106,18 @@ class EngineFleet:
         """The engine for the next attempt; its load counts from here on."""
         request = call.request
         chain = self._d.hasher.chain(served, call.principal.cache_salt, request.prompt_parts)
+        output_tokens = request.max_output_tokens or self._default_max_output_tokens
         wanted = RouteRequest(
-            model=served,
-            chain=chain,
-            input_tokens=request.estimated_input_tokens,
-            output_tokens=request.max_output_tokens or self._default_max_output_tokens,
-            exclude=exclude,
-            streamed=request.wish.stream,
+            served, chain, request.estimated_input_tokens, output_tokens, exclude, request.wish.stream
         )
         decision = self._d.router.route(wanted, self._d.monotonic_s(), self._d.dice)
         if isinstance(decision, NoRoute):
             known = decision.reason is not NoRouteReason.NO_SUCH_MODEL
             reason = NoTargetReason.NO_ENGINE if known else NoTargetReason.NO_SUCH_MODEL
             return NoTarget(reason, decision.retry_after_s)
-        return _target(decision, call.explain)
+        endpoint, summary = decision.endpoint, decision.summary() if call.explain else ""
+        cached_tokens = decision.predicted_cached_tokens
+        return Target(endpoint.endpoint_id, endpoint.pool, endpoint.incarnation, cached_tokens, summary, decision)
 
     async def send(
         self, target: Target, call: Call, served: str, limits: Deadlines, on_send: Callable[[], None]
@@ -146,21 +144,12 @@ class EngineFleet:
         head = b"%scontent-length: %d\r\nx-request-id: %s\r\n\r\n" % (
             wire.heads[request.operation], length, call.request_id.encode(),
         )  # fmt: skip
+        engine_call = EngineCall(  # in the order of its fields: to name ten costs as much again
+            endpoint.endpoint_id, wire.host, wire.port, head, body, limits.connect_s, limits.first_byte_s,
+            wire.tls, wire.server_name, on_send,
+        )  # fmt: skip
         try:
-            answer = await self._d.client.send(
-                EngineCall(
-                    endpoint_id=endpoint.endpoint_id,
-                    host=wire.host,
-                    port=wire.port,
-                    ssl=wire.tls,
-                    server_name=wire.server_name,
-                    head=head,
-                    body=body,
-                    connect_timeout_s=limits.connect_s,
-                    first_byte_timeout_s=limits.first_byte_s,
-                    on_send=on_send,
-                )
-            )
+            answer = await self._d.client.send(engine_call)
         except EngineUnreachable as error:
             self._note_unreached(error)
             raise
@@ -184,13 +173,7 @@ class EngineFleet:
 
     def finished(self, target: Target, end: AttemptEnd) -> None:
         """The attempt has ended: its load is released and the router learns."""
-        report = Finish(
-            outcome=end.ending,
-            cached_tokens=end.cached_tokens,
-            input_tokens=end.input_tokens,
-            output_tokens=end.output_tokens,
-            retry_after_s=end.retry_after_s,
-        )
+        report = Finish(end.ending, end.cached_tokens, end.input_tokens, end.output_tokens, end.retry_after_s)
         self._d.router.finished(_decision(target).ticket, report, self._d.monotonic_s())
 
     def _note_unreached(self, error: EngineUnreachable) -> None:
@@ -236,14 +219,3 @@ class EngineFleet:
 def _decision(target: Target) -> RouteDecision:
     assert isinstance(target.ticket, RouteDecision)
     return target.ticket
-
-
-def _target(decision: RouteDecision, explain: bool) -> Target:
-    return Target(
-        endpoint_id=decision.endpoint.endpoint_id,
-        pool=decision.endpoint.pool,
-        incarnation=decision.endpoint.incarnation,
-        predicted_cached_tokens=decision.predicted_cached_tokens,
-        summary=decision.summary() if explain else "",
-        ticket=decision,
-    )

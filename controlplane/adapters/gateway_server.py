@@ -2,8 +2,8 @@
 
 Owns: telling the request at once when its client is gone (no watcher task per request), how much of what was written
 the client's socket has taken, bounds on a request's head and body in bytes and seconds, what becomes of a body that
-nobody waits for, and the drain on SIGTERM. Does not own: routes. uvicorn keeps HTTP itself; this file only overrides
-the hooks that it leaves open.
+nobody waits for, and the drain on SIGTERM. Does not own: routes, or the parsing of HTTP (httptools). uvicorn keeps the
+messages of ASGI and the life of the process; this file overrides the hooks that it leaves open, from bytes to a scope.
 
 One request at a time per connection: a client that pipelines gets the first answer and then the end of the connection.
 Reading on is what shows that a client has left, and a queue of requests would have to stop it.
@@ -18,9 +18,13 @@ from enum import Enum
 from functools import partial
 from types import FrameType
 from typing import Any
+from urllib.parse import unquote
 
+import httptools
 import uuid_utils
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from controlplane.adapters.openai_wire import error_body
@@ -44,6 +48,10 @@ _LINGER_BYTES = 64 * 1024 * 1024
 _LAST_WORDS_S = 2.0
 # How often a drain looks whether it is over.
 _DRAIN_POLL_S = 0.02
+
+
+# The data plane's own paths need no parsing: URL -> (path, raw path, query).
+_PATHS = {path.encode(): (path, path.encode(), b"") for path in ("/v1/chat/completions", "/v1/completions")}
 
 
 # How long a request's head may take: a client that trickles headers holds a connection no longer than this.
@@ -191,21 +199,35 @@ class GatewayProtocol(HttpToolsProtocol):
             self._body_bytes += len(data)
         else:
             self._head_bytes += len(data)
-        super().data_received(data)
-        if self._stage is _Stage.IDLE and not self._busy():
-            self._stage = _Stage.HEAD  # stray bytes between requests: uvicorn has stopped its timer, ours runs
-        if self._stage is not self._timed or self._stage is not _Stage.IDLE:
-            self._watch()
+        self._idle_since_s = None
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError:
+            self.send_400_response("")
+        except HttpParserUpgrade:
+            pass  # the upgrade is refused: its request is answered like any other
+        stage = self._stage
+        if stage is _Stage.IDLE:
+            if self.cycle is not None and not self.cycle.response_complete:
+                if self._timed is not stage:
+                    self._set_timer(stage, 0.0)
+                return
+            self._stage = _Stage.HEAD  # stray bytes between requests: the idle timer is stopped, this one runs
+        self._watch()
 
     # -- the parser ----------------------------------------------------------------------------------------------------
+    #
+    # What uvicorn does at these calls, without what this server never has: a root path, WebSockets, a bound on
+    # concurrency, a queue of pipelined requests.
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         if self._busy():
             self._close_after_answer()
-            return
-        self._stage = _Stage.HEAD
-        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item] # ASGI leaves its content open
+        else:
+            self._stage = _Stage.HEAD
 
     def on_headers_complete(self) -> None:
         if self._deaf:
@@ -215,23 +237,59 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         self._stage = _Stage.BODY
         self._head_bytes = self._body_bytes = 0
-        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
+        parser = self.parser
+        if parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
             # the parser takes what follows for another protocol: the body would be lost
             self._refuse(b"400 Bad Request", "The connection cannot be upgraded.", "upgrade_not_supported")
             return
-        super().on_headers_complete()
+        http_version = parser.get_http_version()
+        url = self.url
+        path, raw_path, query = _PATHS.get(url) or _parts(url)
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "extensions": {CONNECTION: self},
+        }
+        keep_alive = http_version != "1.0" and parser.should_keep_alive()
+        self.cycle = RequestResponseCycle(  # not by name: that costs as much again
+            scope, self.transport, self.flow, self.logger, self.access_logger, self.access_log,
+            self.server_state.default_headers, asyncio.Event(), self.expect_100_continue, keep_alive,
+            self.on_response_complete,
+        )  # fmt: skip
+        self.task = task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
-        if not self._deaf:
-            super().on_body(body)
+        cycle = self.cycle
+        if self._deaf or cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         if self._deaf:
             return
         self._stage = _Stage.IDLE
-        super().on_message_complete()
-        # uvicorn stops reading behind 64 KiB and only goes on when the body is asked for; the end of the connection
-        # would then go unseen for as long as the answer takes
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
+        # reading stops behind 64 KiB and only goes on when the body is asked for; the end of the connection would then
+        # go unseen for as long as the answer takes
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -246,11 +304,6 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._stage is _Stage.BODY:
             self._body_bytes = 0
             self._set_timer(_Stage.BODY, _LINGER_S)
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self.task = self.loop.create_task(cycle.run_asgi(app))
-        self.tasks.add(self.task)
-        self.task.add_done_callback(self.tasks.discard)
 
     # -- the idle connection: one timer that is moved, instead of one made and cancelled for each request --
 
@@ -332,6 +385,14 @@ class GatewayProtocol(HttpToolsProtocol):
                 b"connection: close\r\n\r\n%s" % (status, len(body), uuid_utils.uuid7().hex.encode(), body)
             )
         self.transport.close()
+
+
+def _parts(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path with its escapes resolved, as it came, and the query. Raises HttpParserError, which ends in a 400."""
+    parsed = httptools.parse_url(url)
+    raw_path = parsed.path
+    path = raw_path.decode("ascii")
+    return unquote(path) if "%" in path else path, raw_path, parsed.query or b""
 
 
 @dataclass(frozen=True, slots=True)

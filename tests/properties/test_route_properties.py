@@ -114,10 +114,13 @@ class WithoutTerm(Router):
 
     dropped = 0
 
-    def _terms(self, *arguments: object) -> tuple[float, ...]:
-        terms = list(super()._terms(*arguments))  # type: ignore[arg-type]  # passed through as they came
-        terms[self.dropped] = 0.0
-        return tuple(terms)
+    def _weigh(self, group, request, work, now_s):  # type: ignore[no-untyped-def]  # a fault, typed by its parent
+        rows, _, continues = super()._weigh(group, request, work, now_s)
+        for index, (where, unfit, cached, terms, total_s) in enumerate(rows):
+            if unfit is None:
+                left = tuple(0.0 if number == self.dropped else term for number, term in enumerate(terms))
+                rows[index] = (where, unfit, cached, left, total_s - terms[self.dropped])
+        return rows, min(row[4] for row in rows), continues
 
 
 class WithoutQueue(WithoutTerm):
@@ -158,8 +161,10 @@ class OneSpeedForAll(Router):
 class BlindToTheCache(Router):
     """Fault: nothing is believed cached."""
 
-    def _cached_tokens(self, *_: object) -> int:
-        return 0
+    def _weigh(self, group, request, work, now_s):  # type: ignore[no-untyped-def]  # a fault, typed by its parent
+        for site in group:
+            site.trust_ratio = 0.0
+        return super()._weigh(group, request, work, now_s)
 
 
 class TiesAreWide(Router):
