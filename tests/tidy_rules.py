@@ -25,7 +25,7 @@ BANNED_WORDS = frozenset(
 # Last words of a name that say the unit; a name with `_per_` says it too.
 UNITS = frozenset(
     "s ms us ns min hours bytes mib gib bits tokens token blocks requests steps pairs usd minor pico micro nano "
-    "units count ratio permille ppm flops flop watts hz".split()
+    "units count ratio permille ppm flops flop watts w hz elements years cv2".split()
 )
 # Last words of a number that is a name or a place in an order, not a quantity.
 IDENTIFIERS = frozenset("id ids index hash hashes seed sequence generation position segment version".split())
@@ -45,6 +45,22 @@ UNITLESS_FIELDS: dict[str, str] = {
     "end": "a byte offset in the body beside `start`",
     "price": "micro-USD per 1,000,000 tokens, the one unit of prices",
     "need": "counts what the limit's dimension says",
+    "batch": "sequences in one step, the field's own word",
+    "batch_mean": "sequences in one step, the field's own word",
+    "concurrency": "requests in flight at once, the field's own word",
+    "micro_batches_to_hide": "a count of micro-batches",
+    "replicas": "a count of engines, the field's own word",
+    "pue": "a ratio: power usage effectiveness",
+    "key_size": "elements of one head's key, as model files say head_dim",
+    "value_size": "elements of one head's value",
+    "nope_size": "elements of a key without position (MLA)",
+    "rope_size": "elements of a key with position (MLA)",
+    "query_size": "elements of one head's query",
+    "query_rank": "elements of the compressed query (MLA)",
+    "kv_rank": "elements of the compressed key and value (MLA)",
+    "output_rank": "elements of the compressed output",
+    "latent_size": "elements of a latent",
+    "shared_intermediate_size": "elements, as model files say it",
     "want": "counts what the limit's dimension says",
     "spent": "counts what the limit's dimension says",
     "returned": "counts what the limit's dimension says",

@@ -117,6 +117,10 @@ class ScriptedEngine:
             os.write(self._log, json.dumps(truth.line()).encode() + b"\n")
 
 
+# A script without waits lets the engine's other connections have their turn after this many steps.
+_STEPS_IN_A_ROW = 64
+
+
 class _Connection(asyncio.Protocol):
     """One client connection; answers its requests one after the other."""
 
@@ -204,7 +208,9 @@ class _Connection(asyncio.Protocol):
         chunked = script.framing == "chunked"
         if script.framing != "raw":
             self._transport.write(_head(script))
-        for step in script.steps:
+        for number, step in enumerate(script.steps, 1):
+            if number % _STEPS_IN_A_ROW == 0:
+                await asyncio.sleep(0)
             if isinstance(step, Wait):
                 await asyncio.sleep(step.seconds)
             elif isinstance(step, End):
@@ -223,6 +229,8 @@ class _Connection(asyncio.Protocol):
             piece = step.data[start : start + size]
             self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
             truth.sent += piece
+            if self._transport.is_closing():  # a script that never waits would not be told by a cancellation
+                raise asyncio.CancelledError
             if step.piece_bytes:
                 await asyncio.sleep(step.gap_s)
             await self._room.wait()
