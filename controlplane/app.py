@@ -43,9 +43,11 @@ from controlplane.config import Settings, engine_secret
 from controlplane.ports import Deadlines, ModelFacts, Ports
 from controlplane.serve import Path
 from controlplane.tenancy import Principal
-from perfmodel.adapters.catalog import load_catalog
+from perfmodel.adapters.catalog import Catalog, load_catalog
+from perfmodel.adapters.coefficient_file import load_coefficients
+from perfmodel.coefficients import Coefficients
 from perfmodel.errors import PerfModelError
-from perfmodel.step_time import engine_speed
+from perfmodel.step_time import StepModel, engine_speed
 from router.adapters.discovery import Discovery, EngineProbe, HealthWatch
 from router.adapters.siblings import Siblings
 from router.blocks import BlockHasher
@@ -256,7 +258,7 @@ class Gateway:
                 return
 
     def _set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
-        self._router.set_endpoints([modelled_speed(each) for each in endpoints], time.monotonic())
+        self._router.set_endpoints(modelled_speeds(endpoints), time.monotonic())
         untold = {each.endpoint_id for each in endpoints if not each.models}
         now_s = time.monotonic()
         self._untold_s = {name: self._untold_s.get(name, now_s) for name in untold}
@@ -338,17 +340,22 @@ def _deadlines(settings: Settings) -> Deadlines:
     )
 
 
-def modelled_speed(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with the performance model's speed, where it names an accelerator and model that the model knows.
+def modelled_speeds(endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+    """The endpoints, with the performance model's speed where one names an accelerator and model that the model knows.
 
-    An endpoint without is learned from its traffic.
+    An endpoint without is learned from its traffic. The data files are only read where one asks for it.
     """
-    if endpoint.speed is not None or not endpoint.accelerator or len(endpoint.models) != 1:
-        return endpoint
-    catalog = load_catalog()
+    asking = [each for each in endpoints if each.speed is None and each.accelerator and len(each.models) == 1]
+    if not asking:
+        return list(endpoints)
+    catalog, coefficients = load_catalog(), load_coefficients().coefficients
+    return [_modelled(each, catalog, coefficients) if each in asking else each for each in endpoints]
+
+
+def _modelled(endpoint: Endpoint, catalog: Catalog, coefficients: Coefficients) -> Endpoint:
     try:
         shape = catalog.shape(endpoint.accelerator, next(iter(endpoint.models)), 1)
-        facts = engine_speed(shape, catalog.efficiency)
+        facts = engine_speed(StepModel(shape, coefficients))
     except PerfModelError:
         return endpoint
     speed = EngineSpeed(

@@ -5,6 +5,9 @@
     +-- RequestError       a request handed to the simulated engine is malformed (a fault of the caller, never of load)
     +-- BlockPoolError     the block pool was asked for what its invariants forbid (a bug in this package)
     +-- PortError          a port or address cannot be bound (adapters only)
+    +-- PlotError          a plot cannot be drawn on this machine (adapters only)
+    +-- SweepError         a job of a sweep failed, or its workers cannot be reached (adapters only)
+    +-- ScrapeError        metrics of a live pool cannot be fetched (adapters only)
     +-- ClientError        an HTTP request cannot be answered; carries the engine's error object (adapters only)
 
 Expected outcomes (the queue is full, the request can never fit) are values of `scheduler.SubmitOutcome`, not
@@ -32,6 +35,18 @@ class BlockPoolError(PerfModelError):
 
 class PortError(PerfModelError):
     """A socket cannot be bound. The message names the address and says why."""
+
+
+class PlotError(PerfModelError):
+    """A plot cannot be drawn. The message says what is missing and how to get it."""
+
+
+class SweepError(PerfModelError):
+    """A job of a sweep failed, or its workers cannot be reached. The message names the job and the reason."""
+
+
+class ScrapeError(PerfModelError):
+    """A metrics page cannot be fetched. The message names its address and says why."""
 
 
 class ClientError(PerfModelError):

@@ -8,13 +8,17 @@ Terms are added, not maximised: near the ridge engines overlap them badly, and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perfmodel import memory
-from perfmodel.errors import ConfigError
-from perfmodel.hardware import NumberFormat
+from perfmodel.coefficients import Coefficients, Group
+from perfmodel.groups import EngineEra, model_family
 from perfmodel.memory import EngineShape
+from perfmodel.step_terms import INDEX, StepBasis, Term, Work, format_class
 
 # Prompt length at which `engine_speed` reads the prefill rate: long enough that fixed costs vanish, short enough that
 # attention is still a small part; also vLLM's max_num_batched_tokens for online serving on an H100.
@@ -72,33 +76,6 @@ def decode_batch(sequence_count: int, context_tokens: int) -> BatchShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiency:
-    """How much of the peaks an engine reaches, and what it adds. Values and their source: `data/efficiency.yaml`.
-
-    Ratios divide the peak (0.75: three quarters of it); `layer_overhead_s` is paid per layer and step,
-    `step_overhead_s` and `sequence_overhead_s` once a step and once per sequence in it, `collective_latency_s` per
-    all-reduce.
-    """
-
-    compute_ratio: float
-    weight_read_ratio: float
-    kv_read_ratio: float
-    link_ratio: float
-    layer_overhead_s: float
-    step_overhead_s: float
-    sequence_overhead_s: float
-    collective_latency_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("compute_ratio", "weight_read_ratio", "kv_read_ratio", "link_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"efficiency: {name} is {getattr(self, name)}; expected above 0 and at most 1")
-        for name in ("layer_overhead_s", "step_overhead_s", "sequence_overhead_s", "collective_latency_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"efficiency: {name} is {getattr(self, name)}; expected 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of one step by term."""
 
@@ -126,56 +103,158 @@ class StepTime:
         return max(terms, key=lambda term: term[0])[1]
 
 
-class RooflineTiming:
-    """Step times of one engine. All that does not depend on the batch is worked out once; `step_s` is a few
-    products.
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The step time of one engine as a look-up and four products, for a loop that cannot afford calls.
+
+    `by_token_s` (float64, `max_batched_tokens + 1` entries) holds all that depends only on the tokens computed in the
+    step: weights with the experts that they hit, matrix products, collectives and fixed overheads. The rest is seconds
+    per sequence, per token of decode context, per prefill attention pair and per token of prefill context, and once in
+    a step that holds any prompt.
     """
 
-    def __init__(self, shape: EngineShape, efficiency: Efficiency) -> None:
-        architecture, hardware, devices = shape.architecture, shape.hardware, shape.tensor_parallel_count
-        achieved_flop_per_s = devices * efficiency.compute_ratio * hardware.flop_per_s(shape.weight_format)
-        # Attention and the output head run in BF16 whatever the weights are.
-        achieved_bf16_flop_per_s = devices * efficiency.compute_ratio * hardware.flop_per_s(NumberFormat.BF16)
-        bandwidth_bytes_per_s = devices * hardware.memory_bytes_per_s
-        read_bytes = memory.layer_weight_bytes(shape) + memory.head_weight_bytes(shape)
-        self.shape = shape
-        self._token_compute_s = 2 * architecture.linear_parameter_count / achieved_flop_per_s
-        self._head_compute_s = 2 * architecture.embedding_parameter_count / achieved_bf16_flop_per_s
-        self._pair_compute_s = architecture.attention_flop_per_pair / achieved_bf16_flop_per_s
-        self._weights_s = read_bytes / (bandwidth_bytes_per_s * efficiency.weight_read_ratio)
-        self._kv_token_s = memory.kv_bytes_per_token(shape) / (bandwidth_bytes_per_s * efficiency.kv_read_ratio)
-        self._overhead_s = efficiency.step_overhead_s + architecture.layer_count * efficiency.layer_overhead_s
-        self._sequence_s = efficiency.sequence_overhead_s
-        self._collective_s = 0.0
-        self._collective_token_s = 0.0
-        if devices > 1:
-            # Two all-reduces a layer, each moving 2 (n - 1) / n of the activations over every device's link.
-            reduces = 2 * architecture.layer_count
-            volume_bytes = 2 * (devices - 1) / devices * architecture.hidden_size * NumberFormat.BF16.element_bytes
-            link_bytes_per_s = hardware.scaleup_bytes_per_s * efficiency.link_ratio
-            self._collective_s = reduces * efficiency.collective_latency_s
-            self._collective_token_s = reduces * volume_bytes / link_bytes_per_s
+    by_token_s: NDArray[np.float64]
+    sequence_s: float
+    decode_context_s: float
+    prefill_pair_s: float
+    prefill_context_s: float
+    prefill_step_s: float = 0.0
 
-    def step_time(self, batch: BatchShape) -> StepTime:
-        """Seconds of one step by term."""
-        pairs = batch.prefill_attention_pairs + batch.decode_context_tokens
-        # Logits are made for one token a sequence.
-        compute_s = (
-            batch.token_count * self._token_compute_s
-            + batch.sequence_count * self._head_compute_s
-            + pairs * self._pair_compute_s
+    def step_s(self, batch: BatchShape) -> float:
+        """Seconds of one step. Raises IndexError beyond the table's `max_batched_tokens`."""
+        return (
+            float(self.by_token_s[batch.token_count])
+            + self.sequence_s * batch.sequence_count
+            + self.decode_context_s * batch.decode_context_tokens
+            + self.prefill_pair_s * batch.prefill_attention_pairs
+            + self.prefill_context_s * batch.prefill_context_tokens
+            + (self.prefill_step_s if batch.prefill_tokens else 0.0)
         )
+
+
+class StepModel:
+    """Calibrated step times of one engine: the basis of its shape times the coefficients of its group.
+
+    `engine` and `era` ("2025b", None: the engine's own correction only) choose the corrections; engines that
+    calibration has not seen get none. A step is never faster than its bytes over the peak bandwidth or its FLOPs over
+    the peak. Raises ConfigError for a device without compute figures.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        coefficients: Coefficients,
+        engine: str = "vllm",
+        era: str | None = None,
+        *,
+        spans_nodes: bool = False,
+    ) -> None:
+        self.shape = shape
+        group = Group(
+            EngineEra(engine, era or ""),
+            shape.hardware.generation,
+            model_family(shape.architecture.name),
+            format_class(shape.hardware, shape.weight_format),
+        )
+        self.multipliers = coefficients.resolve(group)
+        self._basis = StepBasis(shape, spans_nodes=spans_nodes)
+
+    def step(self, batch: BatchShape) -> StepTime:
+        """Seconds of one step by term."""
+        work = _work(batch)
+        parts = self._basis.of(work) * self.multipliers
+        named = {bound: float(sum(parts[INDEX[term]] for term in terms)) for bound, terms in _BOUND_TERMS.items()}
+        short_s = self._basis.floor_s(work) - sum(named.values())
+        if short_s > 0:
+            named[Bound.WEIGHTS] += short_s
         return StepTime(
-            compute_s=compute_s,
-            weights_s=self._weights_s,
-            kv_cache_s=(batch.prefill_context_tokens + batch.decode_context_tokens) * self._kv_token_s,
-            collectives_s=self._collective_s + batch.token_count * self._collective_token_s,
-            overhead_s=self._overhead_s + batch.sequence_count * self._sequence_s,
+            compute_s=named[Bound.COMPUTE],
+            weights_s=named[Bound.WEIGHTS],
+            kv_cache_s=named[Bound.KV_CACHE],
+            collectives_s=named[Bound.COLLECTIVES],
+            overhead_s=named[Bound.OVERHEAD],
         )
 
     def step_s(self, batch: BatchShape) -> float:
         """Seconds of one step (the scheduler's `StepTiming`)."""
-        return self.step_time(batch).total_s
+        return self.step(batch).total_s
+
+    def floor_s(self, batch: BatchShape) -> float:
+        """Seconds that physics does not let this step beat."""
+        return self._basis.floor_s(_work(batch))
+
+    def table(self, max_batched_tokens: int) -> StepTable:
+        """The same as a table. Exact for full attention; windows and sparse attention are linear at 4,096 tokens of
+        context, and the floor of physics is applied to what depends on the tokens only.
+        """
+        tokens = np.arange(max_batched_tokens + 1, dtype=np.float64)
+        by_token_s = self._basis.by_tokens(tokens) @ self.multipliers
+        one = self._basis.of(Work())
+        context = Work(decode_count=1.0, decode_context_tokens=_TABLE_CONTEXT_TOKENS)
+        decode = (self._basis.of(context) - one) @ self.multipliers
+        sequence_s = float((self._basis.of(Work(prefill_count=1.0)) - one) @ self.multipliers)
+        pairs = Work(prefill_tokens=1.0, prefill_pairs=_TABLE_CONTEXT_TOKENS)
+        held = replace(pairs, prefill_context_tokens=1.0)
+        prefill = self._basis.of(pairs) * self.multipliers
+        return StepTable(
+            by_token_s=np.maximum(by_token_s, self._basis.token_floor_s(tokens)),
+            sequence_s=sequence_s,
+            decode_context_s=float((decode - sequence_s) / _TABLE_CONTEXT_TOKENS),
+            prefill_pair_s=float(prefill[INDEX[Term.PREFILL_ATTENTION]] / _TABLE_CONTEXT_TOKENS),
+            prefill_context_s=float((self._basis.of(held) - self._basis.of(pairs)) @ self.multipliers),
+            prefill_step_s=float(prefill[INDEX[Term.PREFILL_LAYER]] + prefill[INDEX[Term.PREFILL_MOE_LAYER]]),
+        )
+
+
+# Context at which layers that forget are made linear in `StepModel.table`: a common one in chat and code.
+_TABLE_CONTEXT_TOKENS = 4096
+
+# The terms behind each bound.
+_BOUND_TERMS = {
+    Bound.COMPUTE: (
+        Term.COMPUTE_BF16,
+        Term.COMPUTE_FP8,
+        Term.COMPUTE_FP4,
+        Term.COMPUTE_EXPERTS,
+        Term.PREFILL_ATTENTION,
+    ),
+    Bound.WEIGHTS: (Term.WEIGHT_READ, Term.EXPERT_READ),
+    Bound.KV_CACHE: (Term.KV_READ,),
+    Bound.COLLECTIVES: (
+        Term.ALLREDUCE_VOLUME,
+        Term.ALLREDUCE_LATENCY,
+        Term.EXCHANGE_VOLUME,
+        Term.EXCHANGE_LATENCY,
+    ),
+    Bound.OVERHEAD: (
+        Term.LAYER,
+        Term.MOE_LAYER,
+        Term.LINEAR_LAYER,
+        Term.STEP,
+        Term.SEQUENCE,
+        Term.PREFILL_LAYER,
+        Term.PREFILL_MOE_LAYER,
+    ),
+}
+
+
+def bound_of(basis: NDArray[np.float64], multipliers: NDArray[np.float64]) -> Bound:
+    """The largest of a basis' terms under these multipliers, as the closed vocabulary says it."""
+    parts = basis * multipliers
+    sums = {bound: float(sum(parts[INDEX[term]] for term in terms)) for bound, terms in _BOUND_TERMS.items()}
+    return max(sums, key=lambda bound: sums[bound])
+
+
+def _work(batch: BatchShape) -> Work:
+    """A batch as real numbers."""
+    return Work(
+        decode_count=float(batch.decode_count),
+        decode_context_tokens=batch.decode_context_tokens / max(batch.decode_count, 1),
+        prefill_count=float(batch.prefill_count),
+        prefill_tokens=float(batch.prefill_tokens),
+        prefill_pairs=float(batch.prefill_attention_pairs),
+        prefill_context_tokens=float(batch.prefill_context_tokens),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +271,13 @@ class EngineSpeedFacts:
     kv_capacity_tokens: int
 
 
-def engine_speed(shape: EngineShape, efficiency: Efficiency) -> EngineSpeedFacts:
+def engine_speed(model: StepModel) -> EngineSpeedFacts:
     """The four figures of one engine. Raises ConfigError when the model does not fit."""
-    timing = RooflineTiming(shape, efficiency)
-    full_s = timing.step_s(prefill_batch(_PREFILL_PROBE_TOKENS))
-    fixed_s = timing.step_s(prefill_batch(1))
+    full_s = model.step_s(prefill_batch(_PREFILL_PROBE_TOKENS))
+    fixed_s = model.step_s(prefill_batch(1))
     return EngineSpeedFacts(
         prefill_tok_per_s=(_PREFILL_PROBE_TOKENS - 1) / (full_s - fixed_s),
         prefill_overhead_s=fixed_s,
-        decode_s_per_token=timing.step_s(decode_batch(_DECODE_PROBE_COUNT, _DECODE_PROBE_CONTEXT_TOKENS)),
-        kv_capacity_tokens=memory.kv_capacity_tokens(shape),
+        decode_s_per_token=model.step_s(decode_batch(_DECODE_PROBE_COUNT, _DECODE_PROBE_CONTEXT_TOKENS)),
+        kv_capacity_tokens=memory.kv_capacity_tokens(model.shape),
     )

@@ -1,7 +1,8 @@
-"""The command of this package: `engine-sim`, a simulated vLLM engine on a port.
+"""The commands of this package: `engine-sim`, a simulated vLLM engine on a port, and the group `perf`.
 
-Owns: its options, what is printed and the exit codes (0 after SIGTERM, 1 when the port is taken, 2 for a bad value).
-Does not own: the server (`engine_server`) or the catalogue (`catalog`), which are imported when the command runs.
+Owns: engine-sim's options, what it prints and its exit codes (0 after SIGTERM, 1 when the port is taken, 2 for a bad
+value). Does not own: the server (`engine_server`) or the catalogue (`catalog`), imported when the command runs,
+or the commands of `perf` (`perf_cli`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from perfmodel.adapters import perf_cli
 
 if TYPE_CHECKING:
     from perfmodel.adapters.engine_server import ServerConfig
@@ -41,6 +44,7 @@ _OPTION_OF = {
 def register(app: typer.Typer) -> None:
     """Add this package's commands to the root command."""
     app.command("engine-sim")(engine_sim)
+    perf_cli.register(app)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,8 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
         blocks = kv_capacity_tokens(shape, max_batched_tokens=options.max_num_batched_tokens) // options.block_size
     longest = options.max_model_len
     if longest is None:
-        longest = min(shape.architecture.max_context_tokens, (blocks - 1) * options.block_size)
+        held = (blocks - 1) * options.block_size
+        longest = min(shape.architecture.max_context_tokens or held, held)
     served = options.model or options.arch or _MODEL
     events = None
     if options.kv_events:
@@ -235,8 +240,10 @@ def _simulated(options: _Options) -> EngineShape:
 
 
 def _serve(shape: EngineShape, config: ServerConfig, as_json: bool) -> None:
-    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.coefficient_file import load_coefficients
     from perfmodel.adapters.engine_process import run_engine
-    from perfmodel.step_time import RooflineTiming
+    from perfmodel.step_time import StepModel
 
-    run_engine(config, RooflineTiming(shape, load_catalog().efficiency), as_json=as_json)
+    # As a table: one look-up a step instead of some twenty terms, so that hundreds of steps a second cost nothing.
+    steps = StepModel(shape, load_coefficients().coefficients).table(config.engine.max_batched_tokens)
+    run_engine(config, steps, as_json=as_json)

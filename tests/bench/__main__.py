@@ -36,6 +36,9 @@ PARTS = {
     "bench_ingest": Part("ingest alone", quick=("--events", "5000"), has_bars=False),
     "bench_key_feed": Part("100,000 keys in one process", quick=("--keys", "10000"), has_bars=False),
     "bench_router": Part("hashing, picks, news between siblings", has_bars=False),
+    "bench_queueing": Part("analytic TTFT against the simulated one", has_bars=False),
+    "bench_simulation": Part("the simulation: an hour of traffic, memory", quick=("--hours", "0.05", "--rounds", "1")),
+    "bench_size": Part("the fleet search against all its candidates simulated", has_bars=False),
     "bench_engine_core": Part("the simulated engine, offline", has_bars=False),
     "bench_engine_server": Part("the simulated engine's server", has_bars=False),
 }

@@ -1,0 +1,227 @@
+"""The command `inferplane perf pareto`: speed for one user against speed of one device and the price of a million
+tokens.
+
+Owns: the command's options, the layout of its JSON, table and plot. Does not own: the sweep (`pareto`), what fits
+(`fleet_options`) or the spec's fields (`spec_file`). Without a spec the devices are named on the command line, priced
+from the catalogue where it has a price, and null in the answer where it has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from perfmodel.adapters.catalog import Catalog
+    from perfmodel.adapters.spec_file import SizeSpec
+    from perfmodel.pareto import Point
+    from perfmodel.serving import Lengths
+
+# Devices of each kind when no spec says how many there are: one full scale-up domain of most vendors.
+_DEVICES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is swept: a model's engines on a fleet, and the lengths of a request."""
+
+    spec: SizeSpec
+    model: str
+    lengths: Lengths
+    priced: frozenset[str]
+
+
+def pareto(  # noqa: PLR0913 typer makes one option of each parameter
+    *,
+    spec: Annotated[
+        Path | None, typer.Option(help="YAML file of `perf size`; its first class is swept.", show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model, without --spec.", show_default=False)] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Devices, without --spec: one or several, with commas.", show_default=False)
+    ] = None,
+    isl: Annotated[int, typer.Option(help="Prompt tokens.")] = 1024,
+    osl: Annotated[int, typer.Option(help="Answer tokens.")] = 1024,
+    cached_ratio: Annotated[float, typer.Option(help="Share of the prompt found in the prefix cache.")] = 0.0,
+    weight_dtype: Annotated[str, typer.Option(help="Weights, with commas.")] = "fp8",
+    kv_dtype: Annotated[str, typer.Option(help="KV cache, with commas.")] = "bf16",
+    mixed: Annotated[
+        bool, typer.Option("--mixed/--no-mixed", help="Also pair prefill and decode on unlike devices.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the fronts as a plot: FILE.html or FILE.png.", show_default=False)
+    ] = None,
+) -> None:
+    """Sweep engines and batch sizes, and show what nothing else beats, by accelerator and for mixed fleets."""
+    from perfmodel.adapters import perf_output
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.plots import check_plot_path, write_plot
+    from perfmodel.errors import ConfigError
+
+    with perf_output.guard():
+        if plot is not None:
+            check_plot_path(plot)
+        catalog = load_catalog()
+        if spec is not None:
+            for option, value in (("--model", model), ("--gpu", gpu)):
+                if value is not None:
+                    raise ConfigError(f"{option} is {value!r}; expected it without --spec, which says it")
+            asked = _of_spec(spec, catalog)
+        else:
+            if model is None or gpu is None:
+                raise ConfigError("--spec is missing; expected it, or --model and --gpu")
+            asked = _of_options(catalog, model, gpu, (isl, osl, cached_ratio), (weight_dtype, kv_dtype))
+        found = _points(asked, catalog, mixed=mixed)
+        if plot is not None:
+            write_plot(_figure(found, asked), plot)
+    if as_json:
+        perf_output.show_json(_as_json(found, asked))
+    else:
+        _show(found, asked)
+
+
+def _of_spec(path: Path, catalog: Catalog) -> _Asked:
+    from perfmodel.adapters.spec_file import read_spec
+
+    spec = read_spec(path, catalog)
+    first = spec.periods[0].classes[0]
+    priced = frozenset(offer.name for offer in spec.fleet.offers)
+    return _Asked(spec, first.model, first.demand.lengths, priced)
+
+
+def _of_options(
+    catalog: Catalog, model: str, gpus: str, request: tuple[int, int, float], formats: tuple[str, str]
+) -> _Asked:
+    """A fleet of eight of each named device. Raises ConfigError for an unknown name or length."""
+    from perfmodel.adapters.spec_file import SizeSpec
+    from perfmodel.hardware import NumberFormat
+    from perfmodel.plan import Choices, Fleet, Offer, PurchaseUnit
+    from perfmodel.serving import Lengths
+
+    catalog.model(model)
+    offers = []
+    priced = set()
+    for name in dict.fromkeys(part.strip() for part in gpus.split(",") if part.strip()):
+        hardware = catalog.device(name)
+        price = catalog.price(hardware.name)
+        if price.usd_per_h is not None:
+            priced.add(hardware.name)
+        offers.append(Offer(hardware, price.usd_per_h or 1.0, _DEVICES, PurchaseUnit(), hardware.scaleout_bytes_per_s))
+    weights, kv = (tuple(NumberFormat.parse(word) for word in words.split(",")) for words in formats)
+    choices = Choices(weight_formats=weights, kv_formats=kv, chunk_tokens=(2048, 8192), max_sequence_count=512)
+    spec = SizeSpec(Fleet(tuple(offers)), choices, (), "vllm", None, 1.0, 0.0)
+    return _Asked(spec, model, Lengths(request[0], request[1], cached_ratio=request[2]), frozenset(priced))
+
+
+def _points(asked: _Asked, catalog: Catalog, *, mixed: bool) -> list[Point]:
+    from perfmodel.adapters.coefficient_file import load_coefficients
+    from perfmodel.adapters.size_report import engine_steps
+    from perfmodel.errors import ConfigError
+    from perfmodel.fleet_options import engine_options
+    from perfmodel.pareto import points
+
+    context = int(asked.lengths.input_tokens + asked.lengths.output_tokens)
+    options, refusals = engine_options(catalog.model(asked.model), asked.spec.fleet, asked.spec.choices, context)
+    if not options:
+        detail = refusals[0].detail if refusals else "no engine is allowed"
+        raise ConfigError(f"no engine of {asked.model} fits on the named devices: {detail}")
+    steps = engine_steps(
+        asked.spec, load_coefficients().coefficients, asked.lengths.input_tokens + asked.lengths.output_tokens / 2
+    )
+    return points(options, asked.lengths, steps, mixed=mixed)
+
+
+def _usd(point: Point, asked: _Asked) -> float | None:
+    """USD per million output tokens; None when a device of the point has no price."""
+    return point.usd_per_million_output_tokens if set(point.accelerators) <= asked.priced else None
+
+
+def _as_json(found: list[Point], asked: _Asked) -> dict[str, object]:
+    from perfmodel.pareto import fronts
+
+    return {
+        "model": asked.model,
+        "input_tokens": asked.lengths.input_tokens,
+        "output_tokens": asked.lengths.output_tokens,
+        "points_considered": len(found),
+        "fronts": [
+            {
+                "accelerators": list(names),
+                "mixed": len(names) > 1,
+                "points": [
+                    {
+                        "engine": point.what,
+                        "devices": point.device_count,
+                        "concurrency": point.concurrency_count,
+                        "tok_per_s_per_user": point.user_tok_per_s,
+                        "tok_per_s_per_device": point.device_tok_per_s,
+                        "ttft_mean_ms": point.ttft_mean_ms,
+                        "usd_per_million_output_tokens": _usd(point, asked),
+                    }
+                    for point in points
+                ],
+            }
+            for names, points in fronts(found).items()
+        ],
+    }
+
+
+def _show(found: list[Point], asked: _Asked) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from perfmodel.pareto import fronts
+
+    console = Console()
+    for names, points in fronts(found).items():
+        table = Table("tok/s/user", "tok/s/device", "USD/Mtok out", "TTFT ms", "concurrency", "engine")
+        table.title = " + ".join(names)
+        for point in points:
+            usd = _usd(point, asked)
+            table.add_row(
+                f"{point.user_tok_per_s:.1f}",
+                f"{point.device_tok_per_s:.1f}",
+                "" if usd is None else f"{usd:.3f}",
+                f"{point.ttft_mean_ms:.0f}",
+                str(point.concurrency_count),
+                point.what,
+            )
+        console.print(table)
+
+
+def _figure(found: list[Point], asked: _Asked) -> Figure:
+    """Two panels, one line per accelerator or pair: tokens per device, and the price, against tokens per user."""
+    from plotly.colors import qualitative
+    from plotly.subplots import make_subplots
+
+    from perfmodel.pareto import fronts
+
+    drawn = make_subplots(rows=1, cols=2, subplot_titles=("Throughput of a device", "Price of a million output tokens"))
+    for place, (names, points) in enumerate(fronts(found).items()):
+        style = {
+            "color": qualitative.Plotly[place % len(qualitative.Plotly)],
+            "dash": "dash" if len(names) > 1 else "solid",
+        }
+        users = [point.user_tok_per_s for point in points]
+        told = [point.what for point in points]
+        label = " + ".join(names)
+        drawn.add_scatter(
+            x=users, y=[point.device_tok_per_s for point in points], text=told, name=label, line=style,
+            mode="lines+markers", legendgroup=label, row=1, col=1,
+        )  # fmt: skip
+        drawn.add_scatter(
+            x=users, y=[_usd(point, asked) for point in points], text=told, name=label, line=style,
+            mode="lines+markers", legendgroup=label, showlegend=False, row=1, col=2,
+        )  # fmt: skip
+    drawn.update_xaxes(title_text="tokens/s for one user", type="log")
+    drawn.update_yaxes(title_text="tokens/s per device", type="log", row=1, col=1)
+    drawn.update_yaxes(title_text="USD", type="log", row=1, col=2)
+    shape = f"{asked.lengths.input_tokens:g} tokens in, {asked.lengths.output_tokens:g} out"
+    drawn.update_layout(title=f"{asked.model}: {shape}")
+    return drawn

@@ -1,0 +1,68 @@
+"""The command `inferplane perf size`: a spec file in, the cheapest fleet that keeps its promises out.
+
+Owns: the command's options, the layout of its JSON and of its table, and its exit codes (0 with a plan, 1 when nothing
+fits, 2 for a spec that cannot be read). Does not own: the search (`search`), the spec's fields (`spec_file`) or the
+plot's file (`plots`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from perfmodel.adapters.size_report import Answer
+    from perfmodel.fleet_rating import Check
+
+
+def size(
+    *,
+    spec: Annotated[
+        Path, typer.Option(help="YAML file: classes, loads, promises, accelerators (docs: examples/size).")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write what was considered as a plot: FILE.html or FILE.png.", show_default=False),
+    ] = None,
+    flips: Annotated[
+        bool, typer.Option("--flips/--no-flips", help="Also search what would change the plan (prices, hits, promise).")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Simulate the cheapest candidates before one is the plan.")
+    ] = True,
+    policy: Annotated[str, typer.Option(help="Routing policy of that simulation.")] = "least_requests",
+) -> None:
+    """Find the cheapest plan that keeps the promise, or say why there is none."""
+    from perfmodel.adapters import perf_output, size_report
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.plots import check_plot_path, write_plot
+    from perfmodel.adapters.spec_file import read_spec
+
+    with perf_output.guard():
+        if plot is not None:
+            check_plot_path(plot)
+        catalog = load_catalog()
+        asked = read_spec(spec, catalog)
+        answer: Answer = size_report.answered(asked, catalog, flips=flips, check=_check(policy) if check else None)
+        if plot is not None:
+            write_plot(size_report.figure(answer), plot)
+    if as_json:
+        perf_output.show_json(size_report.as_json(answer))
+    elif answer.sentence is None:
+        size_report.show(answer)
+    if answer.sentence is not None:
+        perf_output.fail(answer.sentence)
+
+
+def _check(policy: str) -> Check:
+    """The simulation under this policy. Raises ConfigError for an unknown name."""
+    from perfmodel.adapters.compiled_code import remember_compiled_code
+    from perfmodel.adapters.policy_names import policy_factory
+    from perfmodel.fleet_simulation import simulated
+
+    factory = policy_factory(policy)
+    remember_compiled_code()
+    return simulated(factory)

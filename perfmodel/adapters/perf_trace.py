@@ -1,0 +1,169 @@
+"""`inferplane perf trace`: make a trace of a known kind of traffic, or say what a trace is like.
+
+Owns: its options and what it prints. Does not own: the generators (`trace_generators`), the statistics
+(`trace_statistics`) or the file format (`traces`). A made-up trace names its seed: the same options, the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perfmodel.adapters import perf_output
+
+if TYPE_CHECKING:
+    from perfmodel.trace import Trace
+    from perfmodel.trace_generators import Demand
+    from perfmodel.trace_statistics import TraceStatistics
+
+_DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+# Prefix statistics of a new trace are worked out up to this many blocks (about 3 GB); a longer one has none.
+_MOST_BLOCKS = 50_000_000
+# Field of the cores -> the option that sets it.
+_OPTION_OF = {
+    "hours": "--hours",
+    "rate_per_s": "--rate",
+    "seed": "--seed",
+    "block_tokens": "--block-tokens",
+    "tenant_count": "--tenants",
+    "start_hour": "--start-hour",
+}
+
+
+def trace(  # noqa: PLR0913 typer makes one option of each parameter
+    *,
+    stats: Annotated[
+        Path | None, typer.Option(help="Print the statistics of this trace file; nothing is made.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="agent, chat, chat-short, code, api, realtime or batch.", show_default=False)
+    ] = None,
+    hours: Annotated[float, typer.Option(help="Length of the trace.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests a second, the mean over the trace.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Decides everything that is drawn.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write: .jsonl, or .jsonl.gz for gzip.", show_default=False)
+    ] = None,
+    curve: Annotated[
+        str | None, typer.Option(help="Day curve: flat, code, chat, campus or api. Default: the profile's.")
+    ] = None,
+    start_day: Annotated[str, typer.Option(help="Day of the trace's first second; the weekend has its own load.")] = (
+        _DAYS[0]
+    ),
+    start_hour: Annotated[float, typer.Option(help="Hour of the trace's first second.")] = 0.0,
+    tenants: Annotated[
+        int | None, typer.Option(help="Tenants with Zipf shares (chat, api, realtime). Default: the profile's.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a prefix block. Default: the profile's.", show_default=False)
+    ] = None,
+    reading: Annotated[
+        str, typer.Option(help="Agents: tracelab (for planning), or quoted (shorter waits, as often cited).")
+    ] = "tracelab",
+    batch_kind: Annotated[str, typer.Option(help="Batch: summarise, generate or classify.")] = "summarise",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Make a trace of requests with published statistics, or print the statistics of one."""
+    from perfmodel.adapters.traces import read_trace
+    from perfmodel.trace_statistics import statistics
+
+    with perf_output.guard():
+        if stats is not None:
+            _show({"file": str(stats)}, statistics(read_trace(stats)), as_json)
+            return
+        if profile is None:
+            perf_output.fail("--profile is missing; expected a kind of traffic, or --stats FILE", 2)
+        if out is None:
+            perf_output.fail("--out is missing; expected the file to write", 2)
+        demand = _demand(
+            {"profile": profile, "curve": curve, "start_day": start_day, "reading": reading, "batch_kind": batch_kind},
+            {"hours": hours, "rate_per_s": rate, "seed": seed, "start_hours": start_hour, "tenant_count": tenants,
+             "block_tokens": block_tokens},
+        )  # fmt: skip
+        made = _write(demand, out)
+        _show({"file": str(out), "profile": demand.profile.value, "seed": seed}, statistics(made), as_json)
+
+
+def _demand(words: dict[str, str | None], numbers: dict[str, Any]) -> Demand:
+    """The demand that was typed. Raises ConfigError in the words of the command line."""
+    from perfmodel.errors import ConfigError
+    from perfmodel.trace_arrivals import CurveName
+    from perfmodel.trace_generators import BatchKind, Demand, Profile
+    from perfmodel.trace_sessions import AgentReading
+
+    def chosen(option: str, known: type[Any], value: str | None) -> Any:
+        if value is None:
+            return None
+        names = [str(each.value) for each in known]
+        return known(perf_output.one_of(f"--{option}", value, names))
+
+    profile = chosen("profile", Profile, words["profile"])
+    day = perf_output.one_of("--start-day", (words["start_day"] or "").lower(), _DAYS)
+    try:
+        return Demand(
+            profile=profile,
+            curve=chosen("curve", CurveName, words["curve"]),
+            start_day_index=_DAYS.index(day),
+            reading=chosen("reading", AgentReading, words["reading"]),
+            batch=chosen("batch-kind", BatchKind, words["batch_kind"]),
+            **numbers,
+        )
+    except ConfigError as fault:
+        field, said, rest = str(fault).partition(" is ")
+        raise ConfigError(f"{_OPTION_OF.get(field, field)}{said}{rest}") from None
+
+
+def _write(demand: Demand, out: Path) -> Trace:
+    """Write the trace piece by piece, and keep what its statistics need: a very long one keeps no blocks."""
+    from perfmodel.adapters.traces import write_trace
+    from perfmodel.errors import ConfigError
+    from perfmodel.trace import joined
+    from perfmodel.trace_generators import generate_parts
+
+    if out.suffix not in (".gz", ".jsonl"):
+        raise ConfigError(f"--out is {out}; expected a file name that ends in .jsonl or .jsonl.gz")
+    kept: list[Trace] = []
+    expected = max(1, round(demand.rate_per_s * demand.end_s))
+    with perf_output.progress("writing requests", expected) as done:
+
+        def told() -> Iterator[Trace]:
+            for part in generate_parts(demand):
+                yield part
+                kept.append(part)
+                if sum(len(each.blocks) for each in kept) > _MOST_BLOCKS:
+                    kept[:] = [_without_blocks(each) for each in kept]
+                done(len(part))
+
+        if not write_trace(told(), out):
+            out.unlink()
+            raise ConfigError(
+                f"--rate is {demand.rate_per_s}; expected enough for one request in {demand.hours:g} hours"
+            )
+    return joined(kept)
+
+
+def _without_blocks(trace: Trace) -> Trace:
+    """The trace as if its content were not known."""
+    return replace(trace, blocks=trace.blocks[:0], block_offsets=trace.block_offsets * 0, block_tokens=0)
+
+
+def _show(facts: dict[str, Any], found: TraceStatistics, as_json: bool) -> None:
+    values = facts | asdict(found)
+    if as_json:
+        perf_output.show_json(values)
+        return
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}_{inner}": each for inner, each in value.items()}
+        else:
+            flat[name] = value
+    width = max(map(len, flat))
+    for name, value in flat.items():
+        shown = "-" if value is None else f"{value:,.4g}" if isinstance(value, float) and value < 1000 else value
+        shown = f"{value:,.0f}" if isinstance(value, float) and value >= 1000 else shown
+        typer.echo(f"{name:<{width}}  {shown}")

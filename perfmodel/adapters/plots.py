@@ -1,0 +1,93 @@
+"""Plotly figures as files: one self-contained HTML page, or a PNG that a Chromium on this machine draws of it.
+
+Owns: the two formats, finding the browser, and the sentence when there is none. Does not own: what is drawn; each
+command builds its figure. PNG goes through the browser that Debian ships because Plotly's own exporter downloads one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfmodel.errors import ConfigError, PlotError
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# Commands of Chromium and Chrome, Debian's first.
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# The picture in CSS pixels, drawn at twice that for screens and print.
+_WIDTH, _HEIGHT, _SCALE = 1000, 600, 2
+# A screenshot takes about 2 s; a browser that hangs must not hold up a command for ever.
+_BROWSER_WAIT_S = 60.0
+# Milliseconds of the page's own clock before the screenshot: Plotly draws after it has loaded.
+_DRAW_MS = 5000
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise ConfigError for a suffix that cannot be written: called before long work, not after it."""
+    if path.suffix not in (".html", ".png"):
+        raise ConfigError(f"--plot is {path}; expected a file name that ends in .html or .png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot is {path}; expected a folder that exists")
+    if path.suffix == ".png":
+        _browser()
+
+
+def write_plot(figure: Figure, path: Path) -> None:
+    """Write the figure as .html (works without a network) or .png.
+
+    Raises ConfigError for another suffix or a folder that is not there, PlotError when no browser is found or it draws
+    nothing.
+    """
+    check_plot_path(path)
+    if path.suffix == ".html":
+        path.write_text(_page(figure, fills_window=True), encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory(prefix="inferplane-plot-") as folder:
+        page = Path(folder) / "figure.html"
+        page.write_text(_page(figure, fills_window=False), encoding="utf-8")
+        drawn = Path(folder) / "figure.png"
+        _draw(page, drawn)
+        shutil.copyfile(drawn, path)
+
+
+def _page(figure: Figure, *, fills_window: bool) -> str:
+    size = ("100%", "100vh") if fills_window else (f"{_WIDTH}px", f"{_HEIGHT}px")
+    # `include_plotlyjs=True` puts the library into the page: it opens without a network.
+    html = figure.to_html(
+        include_plotlyjs=True, full_html=True, default_width=size[0], default_height=size[1],
+        config={"displaylogo": False, "displayModeBar": fills_window}, div_id="figure",
+    )  # fmt: skip
+    return str(html).replace("<body>", '<body style="margin:0">', 1)
+
+
+def _browser() -> str:
+    for name in _BROWSERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise PlotError(
+        "a PNG needs Chromium and none is on the PATH; install Debian's package chromium, or name a .html file"
+    )
+
+
+def _draw(page: Path, drawn: Path) -> None:
+    command = [
+        _browser(), "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions",
+        "--disable-dev-shm-usage",  # containers have 64 MiB there
+        "--no-sandbox",  # the page is our own, and the sandbox cannot start in a container or as root
+        f"--user-data-dir={page.parent / 'profile'}", f"--window-size={_WIDTH},{_HEIGHT}",
+        f"--force-device-scale-factor={_SCALE}", f"--virtual-time-budget={_DRAW_MS}",
+        f"--screenshot={drawn}", page.as_uri(),
+    ]  # fmt: skip
+    try:
+        ran = subprocess.run(command, capture_output=True, timeout=_BROWSER_WAIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PlotError(f"{command[0]} drew nothing within {_BROWSER_WAIT_S:.0f} s; name a .html file") from None
+    if ran.returncode or not drawn.is_file() or drawn.stat().st_size == 0:
+        said = ran.stderr.decode(errors="replace").strip().splitlines()
+        raise PlotError(f"{command[0]} drew nothing (exit {ran.returncode}): {said[-1] if said else 'no message'}")

@@ -1,0 +1,24 @@
+"""Routing policies by name: whatever the installed packages registered as entry points `inferplane.policies`.
+
+Owns: the look-up and its sentence. Does not own: any policy; `router` registers its own and any other package may, so
+that the simulation compares rules without importing one.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from perfmodel.errors import ConfigError
+from perfmodel.policy import PolicyFactory
+
+GROUP = "inferplane.policies"
+
+
+def policy_factory(name: str) -> PolicyFactory:
+    """The factory of this policy. Raises ConfigError that offers the names there are."""
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or f"nothing is registered under {GROUP}; install the distribution again"
+        raise ConfigError(f"--policy is {name!r}; expected one of {known}")
+    factory: PolicyFactory = found[name].load()
+    return factory

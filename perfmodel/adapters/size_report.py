@@ -1,0 +1,490 @@
+"""What `perf size` answers: the searches of a spec's periods put together, as JSON, as a table and as a plot.
+
+Owns: the keys of the answer and its wording. Does not own: any figure in it (`search`, `fleet_costs`, `fleet_flips`,
+`fleet_moves`). Keys name their unit; what is not known is null, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from perfmodel.adapters.catalog import Catalog
+from perfmodel.adapters.coefficient_file import load_coefficients
+from perfmodel.adapters.spec_file import Period, SizeSpec
+from perfmodel.coefficients import Band, Coefficients
+from perfmodel.estimate import Known
+from perfmodel.fleet_certainty import Certainty, certainty
+from perfmodel.fleet_check import replayed
+from perfmodel.fleet_costs import TokenCosts, group_costs
+from perfmodel.fleet_flips import BreakEven, Flip, break_evens, input_flips, plan_words
+from perfmodel.fleet_moves import Moves, StartSpeed, moves
+from perfmodel.fleet_rating import Check, Memory, Rater
+from perfmodel.fleet_steps import AfdSteps, BandwidthSteps
+from perfmodel.plan import Candidate, EngineOption, PoolPlan, Rejection, TrafficClass
+from perfmodel.search import EngineSteps, Problem, Sized, size
+from perfmodel.serving import Steps
+from perfmodel.step_time import StepModel
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# Rejections shown in the table on a terminal; the JSON has all.
+_SHOWN_REJECTIONS = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeriodAnswer:
+    """One period's search and what follows from it."""
+
+    period: Period
+    sized: Sized
+    costs: tuple[TokenCosts, ...]
+    certainties: tuple[Certainty | None, ...]
+    break_evens: tuple[BreakEven, ...]
+    flips: tuple[Flip, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """All periods, the moves from each to the next (round the clock), and the sentence when nothing fits."""
+
+    spec: SizeSpec
+    periods: tuple[PeriodAnswer, ...]
+    moves: tuple[tuple[str, str, Moves], ...]
+    sentence: str | None
+
+
+def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | None) -> Answer:
+    """Search every period. The first period that nothing fits ends it with its sentence."""
+    context = max(
+        each.demand.input_tokens + each.demand.output_tokens / 2 for period in spec.periods for each in period.classes
+    )
+    coefficients = load_coefficients().coefficients
+    steps = engine_steps(spec, coefficients, context)
+    answers: list[PeriodAnswer] = []
+    sentence = None
+    for period in spec.periods:
+        models = dict.fromkeys(each.model for each in period.classes)
+        problem = Problem(
+            period.classes,
+            spec.fleet,
+            spec.choices,
+            tuple((name, catalog.model(name)) for name in models),
+            steps,
+            replayed(),
+            check,
+            memory=Memory(),
+        )
+        sized = size(problem)
+        answer = _period_answer(period, problem, sized, flips=flips)
+        answers.append(replace(answer, certainties=_certainties(answer, coefficients, catalog)))
+        if sized.impossible is not None:
+            where = "" if len(spec.periods) == 1 else f"{period.name}: "
+            sentence = where + sized.impossible.sentence
+            break
+    return Answer(spec, tuple(answers), () if sentence else tuple(_moves(spec, answers)), sentence)
+
+
+def _period_answer(period: Period, problem: Problem, sized: Sized, *, flips: bool) -> PeriodAnswer:
+    plan = sized.plan
+    if plan is None:
+        return PeriodAnswer(period, sized, (), (), (), ())
+    offers = {offer.name: offer for offer in problem.fleet.offers}
+    costs = tuple(group_costs(plan, offers, _raters(sized)))
+    if not flips:
+        return PeriodAnswer(period, sized, costs, (), (), ())
+    changes = tuple(input_flips(problem, sized))
+    return PeriodAnswer(period, sized, costs, (), tuple(break_evens(sized, problem.fleet.offers)), changes)
+
+
+def _raters(sized: Sized) -> dict[tuple[str, ...], Rater]:
+    return {group.rater.load.names: group.rater for group in sized.groups}
+
+
+def _certainties(answer: PeriodAnswer, coefficients: Coefficients, catalog: Catalog) -> tuple[Certainty | None, ...]:
+    plan = answer.sized.plan
+    if plan is None:
+        return ()
+    known = Known(catalog.devices, catalog.models)
+    raters = _raters(answer.sized)
+    return tuple(certainty(raters[each.classes], each.pools, coefficients, known) for each in plan.candidates)
+
+
+def _moves(spec: SizeSpec, answers: list[PeriodAnswer]) -> list[tuple[str, str, Moves]]:
+    if len(answers) < 2:
+        return []
+    stock = {
+        offer.name: offer.inventory_count // offer.unit.device_count * offer.unit.device_count
+        for offer in spec.fleet.offers
+    }
+    speed = StartSpeed(spec.weight_load_bytes_per_s, spec.warm_up_s)
+    found = []
+    for before, after in zip(answers, [*answers[1:], answers[0]], strict=True):
+        if before.sized.plan is None or after.sized.plan is None:
+            continue
+        longest = max(each.demand.output_tokens for each in before.period.classes)
+        change = moves(before.sized.plan, after.sized.plan, longest, stock, speed)
+        found.append((before.period.name, after.period.name, change))
+    return found
+
+
+# JSON
+
+
+def as_json(answer: Answer) -> dict[str, object]:
+    """The answer with stable keys. One period: its plan; several: `periods` of plans, and `moves`."""
+    first = answer.periods[0]
+    single = len(answer.spec.periods) == 1
+    done = answer.sentence is None
+    hours = sum(each.period.hours for each in answer.periods)
+    usd = sum((each.sized.plan.usd_per_h if each.sized.plan else 0.0) * each.period.hours for each in answer.periods)
+    plan: dict[str, object] | None = None
+    predicted: dict[str, object] | None = None
+    if done and single:
+        plan, predicted = _plan_json(first), _predicted_json(first)
+    elif done:
+        plan = {
+            "periods": {each.period.name: _plan_json(each) for each in answer.periods},
+            "moves": [_moves_json(*change) for change in answer.moves],
+        }
+        predicted = {"periods": {each.period.name: _predicted_json(each) for each in answer.periods}}
+    return {
+        "plan": plan,
+        "reason": answer.sentence,
+        "cost_usd_per_h": usd / hours if done else None,
+        "predicted": predicted,
+        "rejected": [
+            _rejection_json(each, None if single else period.period.name)
+            for period in answer.periods
+            for each in period.sized.rejections
+        ],
+        "sensitivity": _sensitivity_json(first)
+        if single
+        else {each.period.name: _sensitivity_json(each) for each in answer.periods},
+        "candidates": {
+            "considered": sum(each.sized.considered_count for each in answer.periods),
+            "feasible": sum(each.sized.feasible_count for each in answer.periods),
+        },
+    }
+
+
+def _plan_json(answer: PeriodAnswer) -> dict[str, object]:
+    plan = answer.sized.plan
+    assert plan is not None
+    return {
+        "words": plan_words(plan),
+        "topology": "+".join(dict.fromkeys(str(each.topology) for each in plan.candidates)),
+        "cost_usd_per_h": plan.usd_per_h,
+        "device_counts": plan.device_counts,
+        "unit_counts": plan.unit_counts,
+        "power_watts": plan.watts,
+        "hours": answer.period.hours,
+        "pools": [_pool_json(each, pool) for each in plan.candidates for pool in each.pools],
+    }
+
+
+def _pool_json(found: Candidate, pool: PoolPlan) -> dict[str, object]:
+    option, shape = pool.option, pool.option.shape
+    return {
+        "classes": list(found.classes),
+        "topology": str(found.topology),
+        "role": str(pool.role),
+        "model": shape.architecture.name,
+        "accelerator": option.offer.name,
+        "replicas": pool.replica_count,
+        "replicas_serving": pool.serving_count,
+        "replicas_spare": pool.spare_count,
+        "tensor_parallel": shape.tensor_parallel_count,
+        "pipeline_parallel": shape.pipeline_parallel_count,
+        "attention_data_parallel": shape.data_parallel_count,
+        "expert_parallel": shape.expert_parallel_count,
+        "devices_per_replica": shape.device_count,
+        "weight_format": str(shape.weight_format),
+        "kv_format": str(shape.kv_format),
+        "chunk_tokens": option.chunk_tokens,
+        "max_sequences": option.max_sequence_count,
+        "kv_capacity_tokens": option.kv_capacity_tokens,
+        "compute_known": option.offer.hardware.can_prefill
+        and (option.chips is None or option.chips.hardware.can_prefill),
+        "ffn_accelerator": option.chips.name if option.chips else None,
+        "ffn_devices_per_replica": option.chip_count if option.chips else None,
+    }
+
+
+def _predicted_json(answer: PeriodAnswer) -> dict[str, object]:
+    plan = answer.sized.plan
+    assert plan is not None
+    classes = {each.name: each for each in answer.period.classes}
+    told: dict[str, object] = {}
+    for found, costs, sure in zip(plan.candidates, answer.costs, answer.certainties, strict=True):
+        for name in found.classes:
+            told[name] = _class_json(found, costs, classes[name], sure)
+    if len(told) == 1:
+        only = next(iter(told.values()))
+        assert isinstance(only, dict)
+        return {**only, "classes": told}
+    return {"goodput_ratio": min(each.predicted.goodput_ratio for each in plan.candidates), "classes": told}
+
+
+def _class_json(found: Candidate, costs: TokenCosts, each: TrafficClass, sure: Certainty | None) -> dict[str, object]:
+    """`band_low` and `band_high` bound the percentile with 80 % (goodput: what it is at the other two's far ends)."""
+    told = found.predicted
+    percentile = f"p{each.slo.percentile_ratio * 100:g}"
+
+    def latency(mean_ms: float, at_ms: float, limit_ms: float, band: Band | None) -> dict[str, object]:
+        return {
+            "mean": mean_ms,
+            percentile: at_ms,
+            "band_low": None if band is None else at_ms * band.low_ratio,
+            "band_high": None if band is None else at_ms * band.high_ratio,
+            "limit": limit_ms,
+        }
+
+    return {
+        "ttft_ms": latency(
+            told.ttft_mean_ms, told.ttft_percentile_ms, each.slo.ttft_ms, None if sure is None else sure.ttft
+        ),
+        "tpot_ms": latency(
+            told.tpot_mean_ms, told.tpot_percentile_ms, each.slo.tpot_ms, None if sure is None else sure.tpot
+        ),
+        "goodput_ratio": told.goodput_ratio,
+        "goodput_ratio_band_low": None if sure is None else sure.goodput_low_ratio,
+        "goodput_ratio_band_high": None if sure is None else sure.goodput_high_ratio,
+        "extrapolated": None if sure is None else sure.extrapolated,
+        "nearest_calibrated": None if sure is None else list(sure.nearest),
+        "utilisation_ratio": told.utilisation_ratio,
+        "batch_mean": told.batch_mean_count,
+        "shares_pools_with": [name for name in found.classes if name != each.name],
+        "cost_usd_per_h": costs.usd_per_h,
+        "usd_per_million_tokens": {
+            "uncached_input": costs.uncached_usd_per_million,
+            "cached_input": costs.cached_usd_per_million,
+            "output": costs.output_usd_per_million,
+            "all": costs.usd_per_million_tokens,
+        },
+    }
+
+
+def _rejection_json(each: Rejection, period: str | None) -> dict[str, object]:
+    told: dict[str, object] = {} if period is None else {"period": period}
+    return {
+        **told,
+        "classes": list(each.classes),
+        "alternative": each.what,
+        "reason": str(each.reason),
+        "detail": each.detail,
+        "candidates": each.candidate_count,
+        "cost_usd_per_h": each.usd_per_h,
+    }
+
+
+def _sensitivity_json(answer: PeriodAnswer) -> dict[str, object]:
+    dearer = [each for each in answer.sized.rejections if each.usd_per_h is not None]
+    runner_up = min(dearer, key=lambda each: (each.usd_per_h or 0.0, each.what), default=None)
+    return {
+        "runner_up": None
+        if runner_up is None
+        else {"alternative": runner_up.what, "cost_usd_per_h": runner_up.usd_per_h},
+        "break_even_usd_per_h": {
+            each.offer_name: {
+                "in_plan": each.in_plan,
+                "offered": each.offered_usd_per_h,
+                "break_even": each.usd_per_h,
+            }
+            for each in answer.break_evens
+        },
+        "flips": [
+            {
+                "field": each.field,
+                "now": each.was,
+                "flips_at": each.value,
+                "plan": each.plan,
+                "cost_usd_per_h": each.usd_per_h,
+            }
+            for each in answer.flips
+        ],
+    }
+
+
+def _moves_json(before: str, after: str, change: Moves) -> dict[str, object]:
+    return {
+        "from": before,
+        "to": after,
+        "total_s": change.total_s,
+        "moves": [
+            {
+                "model": move.option.shape.architecture.name,
+                "role": str(move.role),
+                "accelerator": move.option.offer.name,
+                "tensor_parallel": move.option.shape.tensor_parallel_count,
+                "weight_format": str(move.option.shape.weight_format),
+                "replicas_before": move.before_count,
+                "replicas_after": move.after_count,
+                "start_s": move.start_s,
+                "drain_s": move.drain_s,
+                "waits_for_drain": move.waits_for_drain,
+            }
+            for move in change.moves
+        ],
+    }
+
+
+# Terminal and plot
+
+
+def show(answer: Answer) -> None:
+    """Print the answer as tables."""
+    from rich.console import Console
+
+    console = Console()
+    for each in answer.periods:
+        _show_period(console, each, titled=len(answer.periods) > 1)
+    for before, after, change in answer.moves:
+        console.print(f"\nFrom {before} to {after}: {change.total_s:.0f} s")
+        for move in change.moves:
+            wait = ", after the drain" if move.waits_for_drain else ""
+            console.print(
+                f"  {move.option.offer.name} TP{move.option.shape.tensor_parallel_count} {move.role}: "
+                f"{move.before_count} -> {move.after_count} replicas, {move.seconds:.0f} s{wait}"
+            )
+
+
+def _show_period(console: object, answer: PeriodAnswer, *, titled: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    assert isinstance(console, Console)
+    plan = answer.sized.plan
+    assert plan is not None
+    title = f"{answer.period.name}: " if titled else ""
+    bought = ", ".join(f"{count} {name}" for name, count in plan.device_counts.items())
+    console.print(
+        f"\n[bold]{title}{plan.usd_per_h:.2f} USD/h[/bold] for {bought}"
+        + ("" if plan.watts is None else f", {plan.watts / 1000:.1f} kW")
+    )
+    table = Table("classes", "pool", "replicas", "engine", "TTFT", "TPOT", "goodput")
+    for found in plan.candidates:
+        told = found.predicted
+        for place, pool in enumerate(found.pools):
+            shown = (
+                (f"{told.ttft_percentile_ms:.0f} ms", f"{told.tpot_percentile_ms:.1f} ms", f"{told.goodput_ratio:.3f}")
+                if place == 0
+                else ("", "", "")
+            )
+            spare = f" + {pool.spare_count} spare" if pool.spare_count else ""
+            table.add_row(
+                ", ".join(found.classes) if place == 0 else "",
+                str(pool.role),
+                f"{pool.serving_count}{spare}",
+                _engine_words(pool),
+                *shown,
+            )
+    console.print(table)
+    for found, costs in zip(plan.candidates, answer.costs, strict=True):
+        console.print(f"{', '.join(found.classes)}: {_cost_words(costs)}")
+    for sure in answer.certainties:
+        if sure is not None:
+            console.print(f"  {'extrapolated' if sure.extrapolated else 'known'}: {'; '.join(sure.nearest)}")
+    for one in answer.break_evens:
+        console.print(f"  {_break_even_words(one)}")
+    for flip in answer.flips:
+        then = "nothing fits" if flip.plan is None else f"{flip.plan} at {flip.usd_per_h:.2f} USD/h"
+        console.print(f"  {flip.field} {flip.was} -> {flip.value}: {then}")
+    console.print(f"Rejected ({answer.sized.feasible_count} of {answer.sized.considered_count} candidates would do):")
+    for each in answer.sized.rejections[:_SHOWN_REJECTIONS]:
+        console.print(f"  {each.reason}: {each.what} ({each.detail})", highlight=False)
+
+
+def _engine_words(pool: PoolPlan) -> str:
+    from perfmodel.fleet_candidates import described
+
+    return described(pool.option)
+
+
+def _cost_words(costs: TokenCosts) -> str:
+    parts = [
+        ("uncached", costs.uncached_usd_per_million),
+        ("cached", costs.cached_usd_per_million),
+        ("output", costs.output_usd_per_million),
+        ("all", costs.usd_per_million_tokens),
+    ]
+    told = ", ".join(f"{name} {value:.3f}" for name, value in parts if value is not None)
+    return f"USD per million tokens: {told}"
+
+
+def _break_even_words(one: BreakEven) -> str:
+    if one.in_plan:
+        limit = "stays at any price" if one.usd_per_h is None else f"stays up to {one.usd_per_h:.2f} USD/h"
+    else:
+        limit = (
+            "does not come in at any price" if one.usd_per_h is None else f"comes in below {one.usd_per_h:.2f} USD/h"
+        )
+    return f"{one.offer_name} ({one.offered_usd_per_h:.2f} USD/h) {limit}"
+
+
+def figure(answer: Answer) -> Figure:
+    """Cost against room: every candidate that would do by topology and devices, and the plan."""
+    import plotly.graph_objects as go
+
+    drawn = go.Figure()
+    for period in answer.periods:
+        for group in period.sized.groups:
+            for rows in group.rows:
+                _draw_rows(drawn, period, group.rater.load.names, rows)
+        plan = period.sized.plan
+        for found in plan.candidates if plan else ():
+            told = found.predicted
+            slo = next(each.slo for each in period.period.classes if each.name == found.classes[0])
+            use = max(told.ttft_percentile_ms / slo.ttft_ms, told.tpot_percentile_ms / slo.tpot_ms)
+            drawn.add_scatter(
+                x=[plan.usd_per_h if plan else 0.0],
+                y=[use],
+                mode="markers",
+                name=f"plan {'/'.join(found.classes)} {period.period.name}",
+                marker={"symbol": "star", "size": 16},
+            )
+    drawn.update_layout(
+        title="Candidates that keep the promise: cost against the share of its limits that they take",
+        xaxis_title="USD per hour",
+        yaxis_title="largest share of a latency limit (lower: more room)",
+    )
+    return drawn
+
+
+def _draw_rows(drawn: Figure, period: PeriodAnswer, names: tuple[str, ...], rows: object) -> None:
+    import numpy as np
+
+    from perfmodel.fleet_candidates import Rows
+
+    assert isinstance(rows, Rows)
+    used = rows.bill.units > 0
+    offers = period.sized.offer_names
+    for pattern in np.unique(used, axis=0) if len(used) else []:
+        mine = np.flatnonzero((used == pattern).all(axis=1))
+        devices = " + ".join(name for name, has in zip(offers, pattern, strict=True) if has)
+        drawn.add_scatter(
+            x=rows.bill.usd_per_h[mine],
+            y=rows.use[mine],
+            mode="markers",
+            name=f"{'/'.join(names)} {rows.topology}: {devices}",
+            marker={"size": 5, "opacity": 0.6},
+        )
+
+
+def engine_steps(spec: SizeSpec, coefficients: Coefficients, context_tokens: float) -> EngineSteps:
+    """Step times of the spec's engine; `context_tokens` is the mean one of a decode, for engines that are tabulated.
+
+    They raise ConfigError for a device of which not enough is known.
+    """
+
+    def steps(option: EngineOption) -> Steps:
+        if option.chips is not None:
+            return AfdSteps(option, context_tokens)
+        if not option.offer.hardware.can_prefill:
+            return BandwidthSteps(option, context_tokens)
+        linked = option.offer.hardware.scaleup_device_count
+        wide = 1 < linked < option.shape.device_count
+        return StepModel(option.shape, coefficients, spec.engine, spec.era, spans_nodes=wide)
+
+    return steps

@@ -1,0 +1,91 @@
+"""What a simulation asks of a routing policy, and what it tells it.
+
+Owns: the Protocol and its values. Does not own: any policy; `router` has the production router and simple rules for
+comparison behind the entry points `inferplane.policies`, and knows this Protocol by its shape only, so that neither
+package imports the other. A policy sees what a router in front of real engines sees: the request, its prefix blocks,
+the nominal speed of each engine, and when answers begin and end. It does not see queues, caches or hidden speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Ask(NamedTuple):
+    """One request to be placed. `session` is -1 where it has none.
+
+    `blocks` are the ids (1 or more) of the prompt's full prefix blocks, first block first; empty for a policy that does
+    not read them. `output_limit_tokens` is what the client allows, not what the answer will have.
+    """
+
+    serial: int
+    model: str
+    session: int
+    input_tokens: int
+    output_limit_tokens: int
+    blocks: Sequence[int]
+
+
+class Usage(NamedTuple):
+    """What the engine reports with the end of an answer."""
+
+    cached_tokens: int
+    input_tokens: int
+    output_tokens: int
+
+
+class Policy(Protocol):
+    """A routing rule. Times are seconds of the simulation and never fall."""
+
+    hears: bool
+    """Whether it wants `first_token` and `finished`; telling costs time."""
+    reads_blocks: bool
+    """Whether it wants `Ask.blocks`."""
+
+    def pick(self, ask: Ask, now_s: float) -> int | None:
+        """The index of an engine of the fleet; None refuses the request."""
+        ...
+
+    def first_token(self, serial: int, now_s: float) -> None:
+        """The first token of this request came."""
+        ...
+
+    def finished(self, serial: int, usage: Usage, now_s: float) -> None:
+        """Its last token came."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEngine:
+    """One engine that may be picked: names, and its nominal speed by the performance model.
+
+    Prefill of u uncached tokens after c cached takes about `prefill_overhead_s + u / prefill_tok_per_s +
+    prefill_s_per_token2 * u * (c + u / 2)`; a decode step with n running `decode_s_per_token + (n - 1) *
+    decode_s_per_running`.
+    """
+
+    name: str
+    pool: str
+    accelerator: str
+    zone: str
+    kv_capacity_tokens: int
+    prefill_tok_per_s: float
+    prefill_overhead_s: float
+    prefill_s_per_token2: float
+    decode_s_per_token: float
+    decode_s_per_running: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFleet:
+    """What a policy is made for. `seed` is for its own dice."""
+
+    model: str
+    engines: tuple[PolicyEngine, ...]
+    block_tokens: int
+    seed: int
+
+
+PolicyFactory = Callable[[PolicyFleet], Policy]

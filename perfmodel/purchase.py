@@ -1,0 +1,100 @@
+"""What a set of devices costs and draws when it must be bought in whole units, and whether it may be bought at all.
+
+Owns: rounding to purchase units, USD an hour, watts, racks and inventory, over arrays of device counts. Does not own:
+which devices are wanted (`search`) or the prices (`price`). Rows are candidates and columns the fleet's offers, so that
+thousands of candidates cost a few array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfmodel.errors import ConfigError
+from perfmodel.plan import Fleet
+
+Counts = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Of n candidates: `units` int64[n, offers], `usd_per_h` float64[n], `in_stock` and `in_power` bool[n]."""
+
+    units: Counts
+    usd_per_h: NDArray[np.float64]
+    in_stock: Flags
+    in_power: Flags
+
+    @property
+    def allowed(self) -> Flags:
+        """Whether the candidate may be bought."""
+        return self.in_stock & self.in_power
+
+
+class Purchasing:
+    """Prices candidates of one fleet. Raises ConfigError when racks limit the power of a unit whose watts are
+    unknown.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        offers = fleet.offers
+        self.names = tuple(offer.name for offer in offers)
+        self._unit_devices = np.array([offer.unit.device_count for offer in offers], dtype=np.int64)
+        self._unit_usd_per_h = np.array([offer.usd_per_h * offer.unit.device_count for offer in offers])
+        self._stock_units = np.array([offer.inventory_count // offer.unit.device_count for offer in offers])
+        self._unit_watts = [offer.unit.watts for offer in offers]
+        self._rack_count = None if fleet.racks is None else fleet.racks.rack_count
+        self._units_per_rack = np.ones(len(offers), dtype=np.int64)
+        if fleet.racks is not None:
+            for index, offer in enumerate(offers):
+                if offer.unit.watts is None:
+                    raise ConfigError(
+                        f"accelerators.{offer.name}.unit.kw is missing; "
+                        "expected the unit's power because racks.kw limits it"
+                    )
+                self._units_per_rack[index] = int(fleet.racks.watts // offer.unit.watts)
+
+    def index(self, name: str) -> int:
+        """Column of the offer of this name."""
+        return self.names.index(name)
+
+    def row(self, counts: Mapping[str, int]) -> Counts:
+        """Device counts by name as one row."""
+        return np.array([counts.get(name, 0) for name in self.names], dtype=np.int64)
+
+    def stock_devices(self, name: str) -> int:
+        """Devices of this offer that whole units of the inventory hold."""
+        index = self.index(name)
+        return int(self._stock_units[index] * self._unit_devices[index])
+
+    def bill(self, counts: Counts) -> Bill:
+        """Price rows of device counts (int64[n, offers])."""
+        units = -(-counts // self._unit_devices)
+        in_stock: Flags = np.asarray((units <= self._stock_units).all(axis=1))
+        in_power: Flags = np.ones(len(counts), dtype=np.bool_)
+        if self._rack_count is not None:
+            fits = self._units_per_rack > 0
+            in_power &= np.asarray(((units == 0) | fits).all(axis=1))
+            racks = -(-units // np.maximum(self._units_per_rack, 1))
+            in_power &= np.asarray(racks.sum(axis=1) <= self._rack_count)
+        return Bill(units, units @ self._unit_usd_per_h, in_stock, in_power)
+
+    def watts(self, units: Counts) -> float | None:
+        """Watts of one row of units; None when a unit's power is not known."""
+        total = 0.0
+        for count, each in zip(units.tolist(), self._unit_watts, strict=True):
+            if not count:
+                continue
+            if each is None:
+                return None
+            total += count * each
+        return total
+
+    def devices(self, units: Counts) -> dict[str, int]:
+        """Devices that one row of units holds, by name, without zeros."""
+        pairs = zip(self.names, (units * self._unit_devices).tolist(), strict=True)
+        return {name: int(count) for name, count in pairs if count}

@@ -1,0 +1,150 @@
+"""The mean step between two tokens of a request, in closed form: what TPOT is made of.
+
+Owns: how many sequences decode together (concurrency, Little's law, KV room, or the decode pool of a split), how much
+prefill work of others falls between two of a request's tokens, and the basis of that mean step. Does not own: the
+coefficients or the queue before the first token (`harness`).
+With B sequences decoding and each finished one replaced, a request sees the prompts of the others that started after
+it once in its answer: n prompts over `output_tokens` steps, where n is B - 1 for lengths that vary; B - g for equal
+lengths, g prompts sharing a chunk and so a first token; and half of that in an engine that runs prompts alone, whose
+equal requests stay in lockstep (prompt i waits for the B - i after it).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfmodel import memory
+from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
+from perfmodel.serving import LengthLaw, SchedulingOrder
+from perfmodel.step_terms import StepBasis, Work
+
+# Share of the memory that engines give to weights and cache, and what the runtime takes beside it. Fitted by hand on
+# points whose batch exceeds what 0.9 and 3.9 GB would hold (DeepSeek-R1 in FP8 on four B200 decodes 32 sequences).
+_CACHE_UTILISATION_RATIO = 0.94
+_CACHE_RUNTIME_BYTES = 2.5e9
+
+# Share of its answer that a sequence has on average when the cache is full.
+_HELD_ANSWER_RATIO = 0.6
+
+# Tokens that a step computes at most (vLLM's, SGLang's and TensorRT-LLM's defaults on large GPUs are 8,192).
+CHUNK_TOKENS = 8_192
+
+# Sequences at which engines stop by default (vLLM: 1,024 on large GPUs; TensorRT-LLM: 2,048) where no concurrency says.
+_MOST_SEQUENCES = 2_048.0
+_QUEUED_SEQUENCES = 1_024.0
+
+# Offered load is served in this many rounds of successive approximation.
+_ROUNDS = 12
+
+
+def scheduling_order(engine: str) -> SchedulingOrder:
+    """Who gets a step's tokens first in this engine."""
+    return {
+        "sglang": SchedulingOrder.PREFILL_FIRST,
+        "trtllm": SchedulingOrder.WHOLE_PROMPTS,
+    }.get(engine, SchedulingOrder.DECODE_FIRST)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """The mean step: its work and its basis (`step_terms.TERMS`), for `batch` sequences per replica."""
+
+    work: Work
+    basis: NDArray[np.float64]
+    batch: float
+
+
+class Steady:
+    """One configuration's steady state. Everything that does not depend on the speed is worked out once."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+        self.decode = StepBasis(configuration.decode.shape, spans_nodes=configuration.decode.spans_nodes)
+        self.room_sequences = room_sequences(configuration.decode, configuration.lengths.input_tokens,
+                                             configuration.lengths.output_tokens)  # fmt: skip
+
+    def batch(self, tpot_s: float) -> float:
+        """Sequences that decode together in one replica when a token takes `tpot_s`; at least 1."""
+        asked = self.configuration
+        replicas = asked.decode.replicas
+        if asked.concurrency is not None and asked.scenario not in QUEUED:
+            wanted = asked.concurrency / replicas
+        elif asked.concurrency is not None:
+            wanted = min(asked.concurrency / replicas, _MOST_SEQUENCES)
+        elif asked.rate_per_s is not None and asked.scenario not in QUEUED:
+            wanted = min(asked.rate_per_s / replicas * asked.lengths.output_tokens * tpot_s, _MOST_SEQUENCES)
+        else:
+            wanted = _QUEUED_SEQUENCES
+        return max(1.0, min(wanted, self.room_sequences))
+
+    def interfering_prompts(self, batch: float) -> float:
+        """Prompts of others that a request waits for between its first and its last token."""
+        asked = self.configuration
+        if asked.disaggregated:
+            return 0.0
+        lengths = asked.lengths
+        varied = lengths.law is not LengthLaw.FIXED or asked.scenario in (Scenario.AGENTIC, Scenario.OPEN_LOOP)
+        if varied or asked.concurrency is None:
+            return max(batch - 1, 0.0)
+        shared = max(1.0, min(batch, CHUNK_TOKENS / max(lengths.input_tokens, 1.0)))
+        waiting = max(batch - shared, 0.0)
+        if scheduling_order(asked.group.era.engine) is SchedulingOrder.PREFILL_FIRST:
+            return waiting / 2
+        return waiting
+
+    def mean_step(self, tpot_s: float) -> MeanStep:
+        """The mean step at the batch that this speed leads to."""
+        return self.mean_step_of(self.batch(tpot_s))
+
+    def mean_step_of(self, batch: float) -> MeanStep:
+        """The mean step of `batch` sequences per replica."""
+        lengths = self.configuration.lengths
+        static = self.configuration.scenario is Scenario.STATIC_BATCH
+        prompts = 0.0 if static else self.interfering_prompts(batch) / lengths.output_tokens
+        new_tokens = lengths.input_tokens * (1 - lengths.cached_ratio)
+        context = lengths.input_tokens + lengths.output_tokens / 2
+        cached = lengths.input_tokens * lengths.cached_ratio
+        tokens = prompts * new_tokens
+        work = Work(
+            decode_count=batch,
+            decode_context_tokens=context,
+            prefill_count=prompts,
+            prefill_tokens=tokens,
+            prefill_pairs=tokens * (cached + new_tokens / 2),
+            mixed_ratio=min(1.0, prompts * math.ceil(max(new_tokens, 1.0) / CHUNK_TOKENS)),
+        )
+        return MeanStep(work, self.decode.of(work), batch)
+
+
+def room_sequences(pool: Pool, input_tokens: float, output_tokens: float) -> float:
+    """Sequences that one replica's KV cache holds; at least 1, for it is said to have run."""
+    shape = pool.shape
+    free = _CACHE_UTILISATION_RATIO * shape.hardware.memory_bytes - _CACHE_RUNTIME_BYTES
+    free -= memory.fullest_device_weight_bytes(shape)
+    context = max(1, round(input_tokens + _HELD_ANSWER_RATIO * output_tokens))
+    one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count)
+    return max(1.0, shape.data_parallel_count * free / max(one, 1.0))
+
+
+def settle(steady: Steady, seconds: NDArray[np.float64], start_s: float = 0.03) -> tuple[MeanStep, float]:
+    """The mean step and its seconds at which batch and speed agree, for the multipliers `seconds` of the terms.
+
+    Only where a rate is given does the batch depend on the speed; the geometric mean of successive answers converges
+    below saturation and stops at the room above it.
+    """
+    tpot_s = start_s
+    step = steady.mean_step(tpot_s)
+    for _ in range(_ROUNDS):
+        answer = float(step.basis @ seconds)
+        if abs(answer / tpot_s - 1) < 1e-3:
+            break
+        tpot_s = math.sqrt(tpot_s * answer)
+        following = steady.batch(tpot_s)
+        if following == step.batch:
+            break
+        step = steady.mean_step_of(following)
+    return step, float(step.basis @ seconds)

@@ -1,0 +1,216 @@
+"""`inferplane perf size` and `perf pareto` as a user calls them: answers, exit codes, a sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner, Result
+
+from perfmodel.adapters.catalog import load_catalog
+from perfmodel.adapters.perf_cli import register
+from perfmodel.adapters.spec_file import read_spec
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "size"
+
+SMALL = {
+    "model": "Llama-3.1-8B",
+    "load": {"rate_p50_per_s": 40, "rate_p90_per_s": 80, "input_tokens": 1000, "output_tokens": 150},
+    "slo": {"ttft_ms": 1000, "tpot_ms": 30, "percentile": 90},
+    "accelerators": {
+        "H100-SXM-80GB": {"price": "reserved", "inventory": 8},
+        "A100-SXM-80GB": {"usd_per_h": 0.9, "inventory": 8},
+    },
+    "choices": {"weight_formats": ["fp8"], "tensor_parallel": [1, 2], "chunk_tokens": [2048, 8192]},
+}
+
+
+def call(*words: str) -> Result:
+    app = typer.Typer()
+    register(app)
+    return CliRunner().invoke(app, ["perf", *words])
+
+
+def spec(folder: Path, **changes: object) -> str:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}), encoding="utf-8")
+    return str(path)
+
+
+def size(path: str, *words: str) -> Result:
+    return call("size", "--spec", path, "--no-check", *words)
+
+
+def test_the_answer_has_the_keys_of_the_contract(tmp_path: Path) -> None:
+    done = size(spec(tmp_path), "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert list(answer)[:6] == ["plan", "reason", "cost_usd_per_h", "predicted", "rejected", "sensitivity"]
+    (pool, *_) = answer["plan"]["pools"]
+    assert pool["accelerator"] in SMALL["accelerators"] and pool["replicas"] >= 1
+    assert answer["cost_usd_per_h"] == pytest.approx(answer["plan"]["cost_usd_per_h"])
+    predicted = answer["predicted"]
+    assert predicted["ttft_ms"]["p90"] <= 1000 and predicted["tpot_ms"]["p90"] <= 30
+    assert predicted["usd_per_million_tokens"]["output"] > predicted["usd_per_million_tokens"]["uncached_input"] > 0
+    assert predicted["usd_per_million_tokens"]["cached_input"] is None
+    for latency in (predicted["ttft_ms"], predicted["tpot_ms"]):
+        assert latency["band_low"] < latency["p90"] < latency["band_high"]
+    assert predicted["goodput_ratio_band_low"] <= predicted["goodput_ratio"] <= predicted["goodput_ratio_band_high"]
+    assert isinstance(predicted["extrapolated"], bool) and "rows)" in predicted["nearest_calibrated"][0]
+    assert {"alternative", "reason", "detail"} <= set(answer["rejected"][0])
+    prices = answer["sensitivity"]["break_even_usd_per_h"]
+    assert set(prices) == {"H100-SXM-80GB", "A100-SXM-80GB"}
+    assert any(
+        flip["field"] == "slo.ttft_ms" or flip["field"] == "slo.tpot_ms" for flip in answer["sensitivity"]["flips"]
+    )
+
+
+def test_costs_of_all_tokens_pay_the_plan(tmp_path: Path) -> None:
+    load = {**SMALL["load"], "cached_ratio": 0.4}  # type: ignore[dict-item]  # the mapping of the dictionary above
+    answer = json.loads(size(spec(tmp_path, load=load), "--json", "--no-flips").stdout)
+    costs = answer["predicted"]["usd_per_million_tokens"]
+    per_h = 40 * 3600 / 1e6
+    paid = per_h * (600 * costs["uncached_input"] + 400 * costs["cached_input"] + 150 * costs["output"])
+    assert paid == pytest.approx(answer["cost_usd_per_h"])
+    assert costs["cached_input"] < costs["uncached_input"]
+
+
+def test_the_table_and_the_plot(tmp_path: Path) -> None:
+    drawn = tmp_path / "plan.html"
+    done = size(spec(tmp_path), "--plot", str(drawn))
+    assert done.exit_code == 0, done.output
+    assert "USD/h" in done.stdout and "Rejected" in done.stdout
+    assert "Candidates that keep the promise" in drawn.read_text(encoding="utf-8")
+
+
+def test_an_impossible_spec_says_the_bound(tmp_path: Path) -> None:
+    done = size(str(EXAMPLES / "impossible.yaml"), "--json")
+    assert done.exit_code == 1
+    assert "the physical bound of Llama-3.3-70B" in done.stderr and done.stderr.count("\n") == 1
+    answer = json.loads(done.stdout)
+    assert answer["plan"] is None and answer["reason"] and answer["rejected"]
+
+
+def test_day_and_night_give_two_plans_and_the_moves_between_them() -> None:
+    done = size(str(EXAMPLES / "day_night.yaml"), "--json", "--no-flips")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    plans = answer["plan"]["periods"]
+    assert set(plans) == {"day", "night"}
+    mean = (14 * plans["day"]["cost_usd_per_h"] + 10 * plans["night"]["cost_usd_per_h"]) / 24
+    assert answer["cost_usd_per_h"] == pytest.approx(mean)
+    changes = {(each["from"], each["to"]): each for each in answer["plan"]["moves"]}
+    assert set(changes) == {("day", "night"), ("night", "day")}
+    started = [
+        move for each in changes.values() for move in each["moves"] if move["replicas_after"] > move["replicas_before"]
+    ]
+    assert started and all(move["start_s"] > 60 for move in started), "weights are loaded before a replica is warm"
+
+
+def test_a_decoder_with_its_feed_forward_half_in_sram() -> None:
+    done = size(str(EXAMPLES / "afd.yaml"), "--json", "--no-flips")
+    assert done.exit_code == 0, done.output
+    pools = json.loads(done.stdout)["plan"]["pools"]
+    assert [pool["role"] for pool in pools] == ["prefill", "attention"]
+    assert all(pool["compute_known"] for pool in pools)
+    assert pools[1]["ffn_accelerator"] == "Groq-3-LPX-rack" and pools[1]["ffn_devices_per_replica"] == 1
+
+
+def test_a_card_without_a_compute_figure_decodes_and_says_so(tmp_path: Path) -> None:
+    accelerators = {
+        "H100-SXM-80GB": {"usd_per_h": 20, "inventory": 1},
+        "HyperAccel-Bertha-500": {
+            "owned": {"years": 4, "watts": 350, "pue": 1.2, "usd_per_kwh": 0.1},
+            "inventory": 16,
+            "network_gb_per_s": 12.5,
+        },
+    }
+    load = {"rate_p50_per_s": 20, "rate_p90_per_s": 40, "input_tokens": 500, "output_tokens": 150}
+    choices = {"topologies": ["disaggregated"], "weight_formats": ["fp8"], "tensor_parallel": [1]}
+    slo = {"ttft_ms": 1500, "tpot_ms": 80}
+    changes = {"accelerators": accelerators, "load": load, "slo": slo, "choices": choices}
+    answer = json.loads(size(spec(tmp_path, **changes), "--json", "--no-flips").stdout)
+    known = {pool["accelerator"]: (pool["role"], pool["compute_known"]) for pool in answer["plan"]["pools"]}
+    assert known == {"H100-SXM-80GB": ("prefill", True), "HyperAccel-Bertha-500": ("decode", False)}
+    refused = {each["reason"] for each in answer["rejected"]}
+    assert "no_compute_figure" in refused
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.yaml"))])
+def test_every_example_is_a_spec(name: str) -> None:
+    asked = read_spec(EXAMPLES / name, load_catalog())
+    assert asked.fleet.offers and asked.periods and all(period.classes for period in asked.periods)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "Llama-3.1-8"}, "Llama-3.1-8B"),
+        ({"load": {**SMALL["load"], "rate_p90_per_s": 0}}, "load.rate_p90_per_s is 0"),  # type: ignore[dict-item]  # as above
+        ({"load": {**SMALL["load"], "rate_p50_per_s": 0}}, "load.rate_p50_per_s is 0"),  # type: ignore[dict-item]  # as above
+        ({"slo": {"ttft_ms": -1, "tpot_ms": 50}}, "slo.ttft_ms is -1"),
+        ({"slo": {"ttft_ms": "fast", "tpot_ms": 50}}, "slo.ttft_ms is 'fast'; expected a number"),
+        ({"slos": {}}, "slos is no field of a spec; did you mean 'slo'?"),
+        ({"accelerators": {"H101": {"inventory": 1}}}, "H100"),
+        ({"accelerators": {"A100-SXM-80GB": {"inventory": 8}}}, "accelerators.A100-SXM-80GB.usd_per_h is missing"),
+        ({"accelerators": {"A100-SXM-80GB": {"usd_per_h": 1, "inventory": 1.5}}}, "inventory is 1.5; expected a whole"),
+        ({"choices": {"topologies": ["mixed"]}}, "choices.topologies[0] is 'mixed'; expected one of aggregated"),
+        ({"choices": {"kv_formats": ["fp7"]}}, "choices.kv_formats[0]: number format is 'fp7'"),
+        ({"periods": {"day": {"hours": 14}}}, "periods have 14 hours together; expected 24"),
+        ({"classes": [{"name": "a"}, {"name": "a"}]}, "classes names 'a' twice"),
+    ],
+)
+def test_a_bad_spec_is_one_sentence(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    done = size(spec(tmp_path, **changes))
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_spec_that_is_no_yaml_or_not_there(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: [", encoding="utf-8")
+    assert size(str(broken)).exit_code == 2
+    gone = size(str(tmp_path / "gone.yaml"))
+    assert gone.exit_code == 1 and "No such file" in gone.stderr
+
+
+def test_classes_with_shares_of_one_load(tmp_path: Path) -> None:
+    classes = [
+        {"name": "paid", "load": {"share_ratio": 0.75}},
+        {"name": "free", "load": {"share_ratio": 0.25}, "slo": {"ttft_ms": 5000, "tpot_ms": 100}},
+    ]
+    answer = json.loads(size(spec(tmp_path, classes=classes), "--json", "--no-flips").stdout)
+    assert set(answer["predicted"]["classes"]) == {"paid", "free"}
+    assert answer["predicted"]["classes"]["free"]["ttft_ms"]["limit"] == 5000
+
+
+def test_pareto_by_accelerator_and_for_mixed_fleets(tmp_path: Path) -> None:
+    drawn = tmp_path / "front.html"
+    done = call(
+        "pareto", "--model", "Llama-3.1-8B", "--gpu", "h100,L40S-48GB", "--isl", "512", "--osl", "256", "--json",
+        "--plot", str(drawn),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    fronts = {tuple(each["accelerators"]): each["points"] for each in answer["fronts"]}
+    assert ("H100-SXM-80GB",) in fronts and ("L40S-48GB",) in fronts
+    assert any(len(names) == 2 for names in fronts)
+    for points in fronts.values():
+        users = [point["tok_per_s_per_user"] for point in points]
+        devices = [point["tok_per_s_per_device"] for point in points]
+        assert users == sorted(users, reverse=True) and devices == sorted(devices)
+    assert all(point["usd_per_million_output_tokens"] is None for point in fronts[("L40S-48GB",)]), "no price is known"
+    assert all(point["usd_per_million_output_tokens"] > 0 for point in fronts[("H100-SXM-80GB",)])
+    assert "for one user" in drawn.read_text(encoding="utf-8")
+
+
+def test_pareto_of_a_spec_and_what_it_refuses(tmp_path: Path) -> None:
+    path = spec(tmp_path)
+    done = call("pareto", "--spec", path, "--no-mixed")
+    assert done.exit_code == 0 and "tok/s/user" in done.stdout
+    assert call("pareto", "--spec", path, "--gpu", "h100").exit_code == 2
+    assert call("pareto", "--gpu", "h100").exit_code == 2
+    assert call("pareto", "--model", "Llama-3.1-405B", "--gpu", "L4-24GB").exit_code == 2

@@ -1,0 +1,158 @@
+"""Sweeps over processes and over a real Dask cluster: the same results as in this process, and clean ends.
+
+Owns: order, failures, a dying worker, Ctrl-C, and a cluster that is not there. The cluster's scheduler and workers are
+processes of their own, as a user starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from perfmodel.adapters.sweeps import run_sweep
+from perfmodel.errors import ConfigError, SweepError
+from tests import services
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job: what it adds up, and how it ends."""
+
+    seed: int
+    ending: str = "well"
+
+
+def add_up(job: Job) -> tuple[int, float]:
+    """Slow for the first jobs, so that the last ones end first."""
+    if job.ending == "config":
+        raise ConfigError("rate is 0; expected more than 0")
+    if job.ending == "fault":
+        raise ZeroDivisionError("division by zero")
+    if job.ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02 * max(0, 5 - job.seed))
+    return job.seed, sum(job.seed / (i + 1) for i in range(1000))
+
+
+JOBS = [Job(seed) for seed in range(12)]
+
+
+@pytest.fixture(scope="module")
+def dask_address() -> Iterator[str]:
+    """A scheduler and two workers on free ports."""
+    port = services.free_tcp_port()
+    address = f"tcp://127.0.0.1:{port}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment, "cwd": ROOT}
+    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", str(port)]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny", "--nthreads", "1"]
+    without = ["--no-dashboard"]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started.append(subprocess.Popen([*scheduler, *without], **quiet))  # type: ignore[call-overload]  # a dict of options
+        workers = [[*worker, *without, "--host", "127.0.0.1"]] * 2
+        started += [subprocess.Popen(command, **quiet) for command in workers]  # type: ignore[call-overload]  # as above
+        yield address
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def test_all_places_give_the_same_results_in_the_same_order(dask_address: str) -> None:
+    here = run_sweep(add_up, JOBS, worker_count=1)
+    told: list[int] = []
+    assert run_sweep(add_up, JOBS, worker_count=2, done=told.append) == here
+    assert told == [1] * len(JOBS)
+    told.clear()
+    assert run_sweep(add_up, JOBS, dask=dask_address, done=told.append) == here
+    assert told == [1] * len(JOBS)
+    assert [seed for seed, _ in here] == list(range(len(JOBS)))
+
+
+@pytest.mark.parametrize("place", ["here", "processes", "dask"])
+def test_a_job_that_fails_is_one_sentence(place: str, request: pytest.FixtureRequest) -> None:
+    dask = request.getfixturevalue("dask_address") if place == "dask" else None
+    count = {"here": 1, "processes": 2, "dask": None}[place]
+    with pytest.raises(SweepError) as caught:
+        run_sweep(add_up, [Job(0), Job(1, "fault"), Job(2)], worker_count=count, dask=dask)
+    assert str(caught.value) == "job 2 of 3 failed: ZeroDivisionError: division by zero"
+    with pytest.raises(ConfigError, match="rate is 0; expected more than 0"):
+        run_sweep(add_up, [Job(0), Job(1, "config")], worker_count=count, dask=dask)
+
+
+def test_a_worker_that_dies_is_one_sentence() -> None:
+    with pytest.raises(SweepError, match="a worker process died"):
+        run_sweep(add_up, [Job(0), Job(1, "killed"), Job(2)], worker_count=2)
+
+
+def test_no_job_is_no_result() -> None:
+    assert run_sweep(add_up, [], worker_count=2) == []
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfmodel.adapters.sweeps._DASK_ANSWER_S", 1.0)
+    address = f"tcp://127.0.0.1:{services.free_tcp_port()}"
+    with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:"):
+        run_sweep(add_up, JOBS, dask=address)
+    with pytest.raises(ConfigError, match="--dask is"):
+        run_sweep(add_up, JOBS, dask="carrier-pigeon://nest")
+
+
+_INTERRUPTED = """
+import time
+import typer
+from perfmodel.adapters import perf_output
+from perfmodel.adapters.sweeps import run_sweep
+def main() -> None:
+    with perf_output.guard():
+        run_sweep(time.sleep, [0.01, 600.0, 600.0], worker_count=2, done=lambda _: print("one", flush=True))
+if __name__ == "__main__":
+    typer.run(main)
+"""
+
+
+def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
+    script = tmp_path / "sleepers.py"
+    script.write_text(_INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "one\n"
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, "perf: interrupted\n")
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "sleepers.py"
+    script.write_text(_INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "one\n"
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=30)
+    assert psutil.wait_procs(workers, timeout=10)[1] == []

@@ -1,0 +1,181 @@
+"""The analytic queue: its limits, its bars against a simulated one on a part of the committed grid, planted faults."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from perfmodel.errors import ConfigError
+from perfmodel.harness import HarnessScenario, replay
+from perfmodel.queueing import closed_loop, open_loop
+from perfmodel.serving import FrontEnd, LengthLaw, Lengths, SchedulingOrder, Served, ServingEngine
+from perfmodel.step_time import BatchShape
+from tests.bench.bench_queueing import BARS, GRID, GridSteps, Point, compare
+
+# Every eleventh point: it meets each load, length, law, order and slot count.
+PART = GRID[::11]
+
+
+def engine(**fields: object) -> ServingEngine:
+    values: dict[str, object] = {
+        "step": GridSteps(),
+        "kv_capacity_tokens": 10_000_000,
+        "max_batched_tokens": 8192,
+        "max_sequence_count": 256,
+        **fields,
+    }
+    return ServingEngine(**values)  # type: ignore[arg-type]  # fields by name
+
+
+LENGTHS = Lengths(1024, 256)
+
+
+def test_the_part_of_the_grid_meets_every_value() -> None:
+    for field in ("input_tokens", "output_tokens", "law", "order", "slots", "utilisation"):
+        assert {getattr(point, field) for point in PART} == {getattr(point, field) for point in GRID}
+
+
+@pytest.mark.parametrize("point", PART, ids=str)
+def test_mean_ttft_is_within_the_bar_of_the_simulated_one(point: Point) -> None:
+    compared = compare(point, request_count=12_000)
+    assert abs(compared.mean_error) <= BARS[point.utilisation]
+    assert abs(compared.tpot_error) <= 0.15
+
+
+def test_an_almost_idle_engine_has_the_ttft_of_one_prompt() -> None:
+    front = FrontEnd(request_s=0.02, prompt_token_s=1e-6, first_token_s=0.001)
+    served = open_loop(engine(front_end=front), LENGTHS, 0.001)
+    alone_s = GridSteps().step_s(BatchShape(1, 1024, 0, 1024 * 1025 // 2))
+    assert served.ttft_mean_ms == pytest.approx((alone_s + 0.02 + 0.001024 + 0.001) * 1e3, rel=0.01)
+    assert served.utilisation_ratio < 0.01
+    assert not served.saturated
+
+
+def test_beyond_capacity_the_queue_has_no_end_and_throughput_stays() -> None:
+    full = open_loop(engine(), LENGTHS, 1.0)
+    capacity = 1.0 / full.utilisation_ratio
+    served = open_loop(engine(), LENGTHS, 3 * capacity)
+    assert served.saturated
+    assert math.isinf(served.ttft_mean_ms)
+    assert served.utilisation_ratio == pytest.approx(3.0, rel=1e-3)
+    assert served.request_per_s == pytest.approx(capacity, rel=1e-3)
+    assert open_loop(engine(), LENGTHS, 0.999 * capacity).ttft_mean_ms < math.inf
+
+
+def test_kv_room_bounds_capacity() -> None:
+    rates = [
+        1 / open_loop(engine(kv_capacity_tokens=tokens), LENGTHS, 0.1).utilisation_ratio for tokens in (20_000, 10**7)
+    ]
+    assert rates[0] < 0.8 * rates[1]
+
+
+def test_replicas_share_the_rate_and_smooth_it() -> None:
+    one, four = open_loop(engine(), LENGTHS, 5.0), open_loop(engine(replicas=4), LENGTHS, 20.0)
+    assert four.utilisation_ratio == pytest.approx(one.utilisation_ratio)
+    assert four.output_tok_per_s == pytest.approx(4 * one.output_tok_per_s)
+    assert four.ttft_mean_ms <= one.ttft_mean_ms
+
+
+def little(served: Served) -> tuple[float, float]:
+    """(sequences that decode in the mean, rate times the time they do)."""
+    decode_s = served.tpot_mean_ms / 1e3 * (LENGTHS.output_tokens - 1)
+    return served.batch_mean, served.request_per_s * decode_s
+
+
+@pytest.mark.parametrize("order", SchedulingOrder)
+@pytest.mark.parametrize("rate", [2.0, 4.0, 8.0])
+def test_littles_law_holds_in_the_results(order: SchedulingOrder, rate: float) -> None:
+    batch, product = little(open_loop(engine(order=order), LENGTHS, rate))
+    assert batch == pytest.approx(product, rel=0.12, abs=0.3)
+
+
+@pytest.mark.parametrize("order", SchedulingOrder)
+@pytest.mark.parametrize("concurrency", [1, 8, 64, 200])
+def test_a_closed_loop_keeps_littles_law_and_is_near_its_replay(order: SchedulingOrder, concurrency: int) -> None:
+    lengths = Lengths.of_nominal(1024, 512)
+    told = closed_loop(engine(order=order), lengths, concurrency)
+    shown = replay(engine(order=order), HarnessScenario(lengths, concurrency=concurrency), seed=1)
+    assert told.ttft_mean_ms == pytest.approx(shown.ttft_mean_ms, rel=0.25)
+    assert told.tpot_mean_ms == pytest.approx(shown.tpot_mean_ms, rel=0.1)
+    assert told.output_tok_per_s == pytest.approx(shown.output_tok_per_s, rel=0.1)
+
+
+def test_closed_loop_clients_beyond_the_slots_wait_by_littles_law() -> None:
+    served = closed_loop(engine(max_sequence_count=16), Lengths(1024, 512, LengthLaw.UNIFORM_08_10), 64)
+    stay_s = served.ttft_mean_ms / 1e3 + served.tpot_mean_ms / 1e3 * 511
+    assert served.request_per_s * stay_s == pytest.approx(64, rel=0.1)
+    assert served.ttft_p50_ms > 3 * closed_loop(engine(), LENGTHS, 16).ttft_p50_ms
+
+
+def monotone(values: list[float]) -> bool:
+    return all(later > earlier for earlier, later in itertools.pairwise(values))
+
+
+def by_rate(model: Callable[..., Served]) -> list[float]:
+    return [model(engine(), LENGTHS, rate).ttft_mean_ms for rate in (0.5, 1.0, 2.0, 4.0, 8.0)]
+
+
+def by_input(model: Callable[..., Served]) -> list[float]:
+    return [model(engine(), Lengths(tokens, 256), 0.5).ttft_mean_ms for tokens in (128, 512, 2048, 8192, 20_000)]
+
+
+def bound(model: Callable[..., Served]) -> bool:
+    alone_ms = GridSteps().step_s(BatchShape(1, 1024, 0, 1024 * 1025 // 2)) * 1e3
+    return all(model(engine(), LENGTHS, rate).ttft_p50_ms >= 0.999 * alone_ms for rate in (0.01, 1.0, 8.0))
+
+
+def test_ttft_grows_with_rate_and_prompt_and_keeps_its_bound() -> None:
+    assert monotone(by_rate(open_loop))
+    assert monotone(by_input(open_loop))
+    assert bound(open_loop)
+
+
+@pytest.mark.parametrize("concurrency", [2, 8, 32, 128])
+def test_closed_loop_ttft_grows_with_concurrency(concurrency: int) -> None:
+    fewer, more = (closed_loop(engine(), LENGTHS, count) for count in (concurrency, 2 * concurrency))
+    assert more.ttft_mean_ms > fewer.ttft_mean_ms
+    assert more.output_tok_per_s > fewer.output_tok_per_s
+
+
+def deaf_to_rate(served_engine: ServingEngine, lengths: Lengths, rate: float) -> Served:
+    return open_loop(served_engine, lengths, 1.0)
+
+
+def deaf_to_prompts(served_engine: ServingEngine, lengths: Lengths, rate: float) -> Served:
+    return open_loop(served_engine, Lengths(8, lengths.output_tokens), rate)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (deaf_to_rate, lambda model: monotone(by_rate(model))),
+        (deaf_to_prompts, lambda model: monotone(by_input(model))),
+        (deaf_to_prompts, bound),
+    ],
+)
+def test_a_planted_fault_is_found(fault: Callable[..., Served], check: Callable[..., bool]) -> None:
+    assert not check(fault)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_of_nothing_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="rate_per_s"):
+        open_loop(engine(), LENGTHS, rate)
+
+
+def test_other_bad_loads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="burstiness_cv2"):
+        open_loop(engine(), LENGTHS, 1.0, -0.5)
+    with pytest.raises(ConfigError, match="concurrency is 0"):
+        closed_loop(engine(), LENGTHS, 0)
+    with pytest.raises(ConfigError, match="requests_per_client is 0"):
+        closed_loop(engine(), LENGTHS, 1, 0)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert open_loop(engine(), LENGTHS, 3.0) == open_loop(engine(), LENGTHS, 3.0)
+    assert np.isfinite(open_loop(engine(), LENGTHS, 3.0, burstiness_cv2=4.0).ttft_p99_ms)

@@ -1,0 +1,114 @@
+"""Rows of benchmark tables as configurations: what each rule assumes, and what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from perfmodel.adapters.catalog import Catalog, load_catalog
+from perfmodel.adapters.measured import configured
+from perfmodel.configuration import Configuration
+from perfmodel.errors import ConfigError
+from perfmodel.groups import engine_era, model_family
+from perfmodel.hardware import NumberFormat
+from perfmodel.row_rules import parse_layout
+from perfmodel.serving import LengthLaw
+
+ROW = {
+    "gpu": "H100-SXM-80GB", "model": "Llama-3.3-70B", "engine": "vllm", "date": "2025-10-29", "weight_dtype": "fp8",
+    "n_gpus": "4", "tp": "4", "isl": "1000", "osl": "500", "concurrency_or_batch": "8", "scenario": "closed_loop",
+    "lengths": "fixed",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    return load_catalog()
+
+
+def made(catalog: Catalog, **changes: str) -> Configuration:
+    return configured({**ROW, **changes}, catalog)
+
+
+def test_a_complete_row_assumes_only_what_no_table_says(catalog: Catalog) -> None:
+    asked = made(catalog)
+    assert asked.assumed == ("kv_dtype",)
+    assert (asked.decode.shape.tensor_parallel_count, asked.decode.replicas, asked.concurrency) == (4, 1, 8)
+    assert asked.group.era.name == "vllm 2025b"
+    assert (asked.lengths.input_tokens, asked.lengths.law) == (1000, LengthLaw.FIXED)
+    assert made(catalog, kv_dtype="fp8").assumed == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({"tp": ""}, {"tp"}),
+        ({"isl": ""}, {"isl"}),
+        ({"osl": "", "isl": ""}, {"isl", "osl"}),
+        ({"weight_dtype": ""}, {"weight_dtype"}),
+        ({"concurrency_or_batch": ""}, {"concurrency"}),
+        ({"n_gpus": ""}, {"n_gpus"}),
+        ({"scenario": "agentic"}, {"prefix_hit"}),
+        ({"gpu": "GH200-96GB"}, {"compute"}),
+        ({"model": "Qwen2-7B", "tp": "8"}, {"tp_divides"}),
+        ({"disagg(prefill_gpus/decode_gpus or blank)": "2/4"}, {"layout"}),
+    ],
+)
+def test_each_gap_names_its_rule(catalog: Catalog, changes: dict[str, str], rules: set[str]) -> None:
+    assert set(made(catalog, **changes).assumed) == {"kv_dtype"} | rules
+
+
+def test_imputed_figures_follow_the_documented_rules(catalog: Catalog) -> None:
+    # 70.6 GB of FP8 weights in at most 60 % of 80 GiB: two devices.
+    assert made(catalog, tp="").decode.shape.tensor_parallel_count == 2
+    assert made(catalog, tp="").decode.replicas == 2
+    mlperf = made(catalog, model="Llama-2-70B", scenario="mlperf_server", isl="", osl="", weight_dtype="", lengths="")
+    assert (mlperf.lengths.input_tokens, mlperf.lengths.output_tokens) == (294, 291)
+    assert mlperf.decode.shape.weight_format is NumberFormat.FP8
+    assert made(catalog, model="gpt-oss-120b", weight_dtype="fp8").decode.shape.weight_format is NumberFormat.FP4
+    assert made(catalog, engine="trtllm").decode.shape.kv_format is NumberFormat.FP8
+    assert made(catalog).decode.shape.kv_format is NumberFormat.BF16
+    assert made(catalog, gpu="B200-SXM-180GB").decode.shape.kv_format is NumberFormat.FP8
+    assert made(catalog, lengths="uniform_0.8_1.0").lengths.input_tokens == pytest.approx(900)
+
+
+def test_layouts_make_two_pools(catalog: Catalog) -> None:
+    asked = made(
+        catalog,
+        model="DeepSeek-R1",
+        gpu="H200-SXM-141GB",
+        prefill_layout="3x(tp8,dp1,moe_tp1,ep8,bs1)",
+        decode_layout="1x(tp1,dp16,moe_tp1,ep16,bs64)",
+        **{"disagg(prefill_gpus/decode_gpus or blank)": "24/16"},
+    )
+    assert asked.prefill is not None
+    assert (asked.prefill.replicas, asked.prefill.device_count, asked.decode.device_count) == (3, 24, 16)
+    assert asked.decode.shape.expert_parallel_count == 16
+    assert parse_layout("nothing") == ()
+
+
+def test_a_group_across_nodes_uses_the_slower_link(catalog: Catalog) -> None:
+    wide = made(catalog, model="DeepSeek-R1", tp="16", n_gpus="16").decode
+    assert wide.spans_nodes
+    assert wide.shape.hardware.scaleup_bytes_per_s == catalog.device("H100-SXM-80GB").scaleout_bytes_per_s
+
+
+def test_devices_without_facts_are_refused(catalog: Catalog) -> None:
+    with pytest.raises(ConfigError, match="memory bandwidth is not known"):
+        made(catalog, gpu="H800-SXM-80GB")
+    with pytest.raises(ConfigError, match="model is 'Llama-9'"):
+        made(catalog, model="Llama-9")
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [("Llama-3.1-8B", "Llama-3"), ("DeepSeek-R1", "DeepSeek-V3"), ("Mixtral-8x7B", "Mixtral"), ("BLOOM-176B", "BLOOM"),
+     ("Qwen3.5-397B-A17B", "Qwen3.5"), ("Qwen3-235B-A22B", "Qwen3"), ("MiniMax-M2.5", "MiniMax-M2")],
+)  # fmt: skip
+def test_families_join_sizes(model: str, family: str) -> None:
+    assert model_family(model) == family
+
+
+def test_eras_are_half_years_by_date_then_by_version() -> None:
+    assert engine_era("vllm", "0.6.3", "2026-03-27").name == "vllm 2026a"
+    assert engine_era("trtllm", "1.0.0rc3").name == "trtllm 2025b"
+    assert engine_era("", "", "2024").name == "unnamed 2024a"
