@@ -8,6 +8,7 @@ from the catalogue where it has a price, and null in the answer where it has non
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -181,7 +182,7 @@ def _show(found: list[Point], asked: _Asked) -> None:
     console = Console()
     for names, points in fronts(found).items():
         table = Table("tok/s/user", "tok/s/device", "USD/Mtok out", "TTFT ms", "concurrency", "engine")
-        table.title = " + ".join(names)
+        table.title = _front_name(names)
         for point in points:
             usd = _usd(point, asked)
             table.add_row(
@@ -210,7 +211,7 @@ def _figure(found: list[Point], asked: _Asked) -> Figure:
         }
         users = [point.user_tok_per_s for point in points]
         told = [point.what for point in points]
-        label = " + ".join(names)
+        label = _front_name(names)
         drawn.add_scatter(
             x=users, y=[point.device_tok_per_s for point in points], text=told, name=label, line=style,
             mode="lines+markers", legendgroup=label, row=1, col=1,
@@ -219,9 +220,14 @@ def _figure(found: list[Point], asked: _Asked) -> Figure:
             x=users, y=[_usd(point, asked) for point in points], text=told, name=label, line=style,
             mode="lines+markers", legendgroup=label, showlegend=False, row=1, col=2,
         )  # fmt: skip
-    drawn.update_xaxes(title_text="tokens/s for one user", type="log")
-    drawn.update_yaxes(title_text="tokens/s per device", type="log", row=1, col=1)
-    drawn.update_yaxes(title_text="USD", type="log", row=1, col=2)
+    drawn.update_xaxes(title_text="tokens/s for one user", type="log", dtick="D2")
+    drawn.update_yaxes(title_text="tokens/s per device", type="log", dtick="D2", row=1, col=1)
+    drawn.update_yaxes(title_text="USD", type="log", dtick="D2", row=1, col=2)
     shape = f"{asked.lengths.input_tokens:g} tokens in, {asked.lengths.output_tokens:g} out"
     drawn.update_layout(title=f"{asked.model}: {shape}")
     return drawn
+
+
+def _front_name(names: Sequence[str]) -> str:
+    """The devices of a front; of a mixed one, which computes the prompts and which the answers."""
+    return names[0] if len(names) == 1 else f"prompts on {names[0]}, answers on {names[1]}"
