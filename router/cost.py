@@ -84,15 +84,17 @@ def price(speed: Speed, load: Load, work: Work, cached_tokens: int, now_s: float
         own_prefill_s = prefill_s(speed, new_tokens, cached_tokens)
     if not load.kv_tokens:
         return 0.0, own_prefill_s, work.output_tokens * speed.decode_s_per_token, 0.0
+    queue_s = load.remaining_s(now_s)  # first: it may move prefills that are due to the decodes
     running = load.decoding_count
-    step_s = speed.decode_s_per_token + running * speed.decode_s_per_running
+    # Who waits now decodes beside this request later. Were they not counted, an engine that has fewer running than the
+    # others would look so until their prefills end, and take every request that comes meanwhile.
+    step_s = speed.decode_s_per_token + load.request_count * speed.decode_s_per_running
     decode_s = work.output_tokens * step_s
-    queue_s = load.remaining_s(now_s)
-    slowdown_s = 0.0
+    slowdown_s = load.request_count * (work.output_tokens * speed.decode_s_per_running)
     if running:
         queue_s += new_tokens / CHUNK_TOKENS * step_s
         # Chunked prefill stretches every running request's steps for about as long as the prefill takes.
-        slowdown_s = running * (own_prefill_s + work.output_tokens * speed.decode_s_per_running)
+        slowdown_s += running * own_prefill_s
     capacity = speed.kv_capacity_tokens
     if capacity is not None:
         over_tokens = load.kv_tokens + work.input_tokens + work.output_tokens - capacity

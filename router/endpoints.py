@@ -187,6 +187,7 @@ class Load:
         "kv_tokens",
         "own",
         "peer_backlog_s",
+        "request_count",
     )
 
     def __init__(self) -> None:
@@ -203,6 +204,8 @@ class Load:
         self.peer_backlog_s = 0.0
         self.decoding_count = 0
         """Running decodes, ours and our siblings'."""
+        self.request_count = 0
+        """Requests in flight, waiting or decoding, ours and our siblings'."""
         self.kv_tokens = 0
         """Tokens of KV that the requests in flight need, ours and our siblings'."""
 
@@ -217,6 +220,7 @@ class Load:
             self._find_head()
         self._backlog_s += ticket.prefill_s
         self.kv_tokens += ticket.kv_tokens
+        self.request_count += 1
 
     def start_decode(self, ticket: Ticket, now_s: float) -> None:
         """Its first token came: its prefill is done."""
@@ -236,6 +240,7 @@ class Load:
             self.decoding_count -= 1
         ticket.phase = ENDED
         self.kv_tokens -= ticket.kv_tokens
+        self.request_count -= 1
 
     def remaining_s(self, now_s: float) -> float:
         """Seconds of prefill that are ahead of a new request.
@@ -273,10 +278,12 @@ class Load:
         old = self._peer_news.pop(peer, None)
         if old is not None:
             self.decoding_count -= old[0].decoding_count
+            self.request_count -= old[0].waiting_count + old[0].decoding_count
             self.kv_tokens -= old[0].kv_tokens
         if news is not None and (news.waiting_count or news.decoding_count):
             self._peer_news[peer] = news, now_s
             self.decoding_count += news.decoding_count
+            self.request_count += news.waiting_count + news.decoding_count
             self.kv_tokens += news.kv_tokens
         self.peer_backlog_s = sum(each.backlog_s for each, _ in self._peer_news.values())
 

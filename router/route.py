@@ -308,13 +308,14 @@ class Router:
                 queue_s = slowdown_s = 0.0
                 step_s = speed.decode_s_per_token
                 if load.kv_tokens:
-                    running = load.decoding_count
                     queue_s = load.remaining_s(now_s)
+                    running, running_s = load.decoding_count, speed.decode_s_per_running
+                    step_s += load.request_count * running_s
+                    slowdown_s = load.request_count * (output_tokens * running_s)
                     if running:
-                        running_s = speed.decode_s_per_running
-                        step_s += running * running_s
                         queue_s += new_tokens / CHUNK_TOKENS * step_s
-                        slowdown_s = running * (own_s + output_tokens * running_s) * slowdown_ratio
+                        slowdown_s += running * own_s
+                    slowdown_s *= slowdown_ratio
                 decode_s = output_tokens * step_s
                 hop_s = site.hop_s
                 terms: tuple[float, ...] = (queue_s, own_s, decode_s, hop_s, slowdown_s, 0.0, 0.0)

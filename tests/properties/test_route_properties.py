@@ -78,22 +78,24 @@ class Duel:
         text = TEXT[: (self.held_tokens + self.new_tokens) * 4]
         return fleet.pick(text, self.output_tokens).endpoint.endpoint_id
 
-    def advantage_s(self, running: int) -> float:
-        """Seconds by which the warm engine, with `running` decodes and no backlog, beats the cold one."""
+    def advantage_s(self, running: int, waiting: int) -> float:
+        """Seconds by which the warm engine, with `running` decodes and `waiting` prompts of no length, beats the cold
+        one. Who waits decodes beside the request later."""
         warm, cold, out = self.warm, self.cold, self.output_tokens
-        step_s = warm.decode_s_per_token + running * warm.decode_s_per_running
+        beside = running + waiting
+        step_s = warm.decode_s_per_token + beside * warm.decode_s_per_running
         own_s = alone_s(warm, self.new_tokens, self.held_tokens)
-        warm_s = 0.0005 + own_s + out * step_s
+        warm_s = 0.0005 + own_s + out * step_s + beside * out * warm.decode_s_per_running
         if running:
-            warm_s += self.new_tokens / 2_048 * step_s + running * (own_s + out * warm.decode_s_per_running)
+            warm_s += self.new_tokens / 2_048 * step_s + running * own_s
         cold_s = 0.050 + alone_s(cold, self.held_tokens + self.new_tokens, 0) + out * cold.decode_s_per_token
         return cold_s - warm_s
 
 
 def check_break_even(duel: Duel, running: int) -> None:
     """The choice flips at the computed backlog."""
-    backlog_s = duel.advantage_s(running)
-    if backlog_s < -MARGIN_S:
+    backlog_s = duel.advantage_s(running, 1)
+    if duel.advantage_s(running, 0) < -MARGIN_S:
         assert duel.pick(0.0, running) == "cold"
     if backlog_s > MARGIN_S:
         assert duel.pick(backlog_s - MARGIN_S, running) == "warm"

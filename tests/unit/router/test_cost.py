@@ -43,6 +43,16 @@ def test_more_running_requests_make_decoding_slower_where_the_engine_says_so() -
     assert slowdown_s == pytest.approx(5 * (own_s + 100 * 0.001))
 
 
+def test_who_waits_now_decodes_beside_the_request_later() -> None:
+    crowded = EngineSpeed(1_000.0, 0.5, 0.010, decode_s_per_running=0.001)
+    load = Load()
+    load.hear("peer", LoadNews("a", 3.0, 2, 0, 1_000), 0.0)
+    queue_s, _, decode_s, slowdown_s = price(crowded, load, Work(100, 100), 0, 0.0)
+    assert queue_s == pytest.approx(3.0)
+    assert decode_s == pytest.approx(100 * 0.012)
+    assert slowdown_s == pytest.approx(2 * 100 * 0.001)
+
+
 def test_a_request_that_finds_no_kv_room_waits_for_some() -> None:
     small = EngineSpeed(1_000.0, 0.0, 0.010, kv_capacity_tokens=2_000)
     free = price(small, busy(decoding_count=1, kv_tokens=900), Work(1_000, 100), 0, 0.0)[0]
