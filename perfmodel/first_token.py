@@ -19,16 +19,13 @@ from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
 from perfmodel.disaggregation import SplitEngine
 from perfmodel.harness import ArrivalLaw, HarnessScenario, replay, replay_split
 from perfmodel.serving import FrontEnd, LengthLaw, Lengths, SchedulingOrder, Served, ServingEngine
-from perfmodel.steady import CHUNK_TOKENS, scheduling_order
+from perfmodel.steady import CHUNK_TOKENS, LEAST_CACHE_RATIO, scheduling_order
 from perfmodel.step_time import BatchShape, StepModel, StepTable
 
 # Share of the memory that engines give to weights and cache, and what runtime and activations take of each device
 # (slot waits of Llama 70B, Qwen3-32B and MiniMax rows are then hit within 10 to 30 %).
 _UTILISATION_RATIO = 0.92
 _RUNTIME_BYTES = 5e9
-
-# Share of the memory that a cache has at least where weights leave nothing: the row says that it ran.
-_LEAST_CACHE_RATIO = 0.06
 
 # Share of an answer's KV that admission sets aside: TensorRT-LLM all of it, SGLang's estimate starts near 0.3.
 _RESERVE_RATIOS = {"trtllm": 1.0, "sglang": 0.3}
@@ -205,7 +202,7 @@ def cache_tokens(pool: Pool, lengths: Lengths) -> int:
     """Tokens that one replica's cache holds, at the mean length of this load."""
     shape = pool.shape
     free = _UTILISATION_RATIO * shape.hardware.memory_bytes - _RUNTIME_BYTES
-    free = max(free - memory.fullest_device_weight_bytes(shape), _LEAST_CACHE_RATIO * shape.hardware.memory_bytes)
+    free = max(free - memory.fullest_device_weight_bytes(shape), LEAST_CACHE_RATIO * shape.hardware.memory_bytes)
     context = max(1, round(lengths.input_tokens + 0.6 * lengths.output_tokens))
     one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count) / context
     return int(max(1.0, min(shape.data_parallel_count * free / max(one, 1e-6), 2.0**50)))

@@ -22,6 +22,9 @@ from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
 from perfmodel.serving import LengthLaw, SchedulingOrder
 from perfmodel.step_terms import StepBasis, Work
 
+# Share of the memory that a cache has at least where weights leave nothing: the row says that it ran.
+LEAST_CACHE_RATIO = 0.06
+
 # Share of the memory that engines give to weights and cache, and what the runtime takes beside it. Fitted by hand on
 # points whose batch exceeds what 0.9 and 3.9 GB would hold (DeepSeek-R1 in FP8 on four B200 decodes 32 sequences).
 _CACHE_UTILISATION_RATIO = 0.94
@@ -124,7 +127,9 @@ def room_sequences(pool: Pool, input_tokens: float, output_tokens: float) -> flo
     """Sequences that one replica's KV cache holds; at least 1, for it is said to have run."""
     shape = pool.shape
     free = _CACHE_UTILISATION_RATIO * shape.hardware.memory_bytes - _CACHE_RUNTIME_BYTES
-    free -= memory.fullest_device_weight_bytes(shape)
+    # The least that a cache has where weights leave nothing, as TTFT's replay takes it: the row says that it ran, and a
+    # cache of one sequence would make TPOT flat in the concurrency.
+    free = max(free - memory.fullest_device_weight_bytes(shape), LEAST_CACHE_RATIO * shape.hardware.memory_bytes)
     context = max(1, round(input_tokens + _HELD_ANSWER_RATIO * output_tokens))
     one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count)
     return max(1.0, shape.data_parallel_count * free / max(one, 1.0))
