@@ -15,7 +15,7 @@ from perfmodel.serving import Lengths
 
 
 class Scenario(StrEnum):
-    """What the clients do (`measured_calibration.csv`, column `scenario`)."""
+    """What the clients do (column `scenario` of a table; docs/performance-model.md says what each means)."""
 
     CLOSED_LOOP = "closed_loop"
     OPEN_LOOP = "open_loop"
@@ -56,7 +56,8 @@ class Configuration:
     """A deployment and its load. `lengths` are true means. `concurrency` and `rate_per_s` are of all replicas together.
 
     `prefill` is the prefill pool of a disaggregated deployment; `decode` then only decodes. A `concurrency` and a rate
-    of None mean as much as fits. `assumed` names what was imputed. `speculative_tokens_per_step`: above 1 with
+    of None mean as much as fits. `assumed` names what was imputed, `imputed` the figure that stands for it, where there
+    is one. `speculative_tokens_per_step`: above 1 with
     speculative decoding (`speculation.expected_tokens`).
     """
 
@@ -68,6 +69,7 @@ class Configuration:
     rate_per_s: float | None = None
     prefill: Pool | None = None
     assumed: tuple[str, ...] = ()
+    imputed: tuple[tuple[str, str], ...] = ()
 
     @property
     def disaggregated(self) -> bool:

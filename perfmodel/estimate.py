@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,7 +35,9 @@ _WIDEST = Band(0.4, 2.5, 0)
 
 # How much wider the log of a band is for each assumed input that matters.
 _WIDER_PER_ASSUMPTION = 0.15
-_MATTERING = frozenset({"isl", "osl", "tp", "weight_dtype", "concurrency", "n_gpus", "layout", "compute"})
+_MATTERING = frozenset(
+    {"isl", "osl", "tp", "weight_dtype", "concurrency", "n_gpus", "layout", "compute", "scenario", "memory"}
+)
 
 
 class Quantity(StrEnum):
@@ -77,7 +80,10 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The answer. `extrapolated` is empty inside of the calibrated pairs, else the nearest group and its row count."""
+    """The answer. `extrapolated` is empty inside of the calibrated pairs, else the nearest group and its row count.
+
+    `assumed` has one text per rule that fired: `tp=4` where a value was imputed, else the rule's name.
+    """
 
     ttft_ms: Estimated
     tpot_ms: Estimated
@@ -99,12 +105,13 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The central figures before any band."""
+    """The central figures before any band. `in_flight`: sequences that decode at once, of all replicas."""
 
     ttft_s: float
     tpot_s: float
     output_tok_per_s: float
     bound: Bound
+    in_flight: float
 
 
 def predict(
@@ -122,7 +129,7 @@ def predict(
         bound=point.bound,
         split=split,
         kind=kind,
-        assumed=asked.assumed,
+        assumed=_assumed(asked, point),
         extrapolated="" if split is Split.WITHIN else nearest_group(device, model, split, coefficients, known),
     )
 
@@ -141,7 +148,14 @@ def central(asked: Configuration, coefficients: Coefficients, first: FirstToken,
         ttft_s *= correction(asked, first)
     else:
         ttft_s = first_token_s(asked, coefficients, first, seed)
-    return Point(ttft_s, tpot_s, _output_tok_per_s(asked, step, ttft_s, tpot_s), bound)
+    in_flight = step.batch * asked.decode.replicas
+    return Point(ttft_s, tpot_s, _output_tok_per_s(asked, step, ttft_s, tpot_s), bound, in_flight)
+
+
+def _assumed(asked: Configuration, point: Point) -> tuple[str, ...]:
+    """The rules that fired with their values; how many requests are in flight is known only now."""
+    values = {"concurrency": f"{point.in_flight:.0f}", **dict(asked.imputed)}
+    return tuple(f"{name}={values[name]}" if name in values else name for name in asked.assumed)
 
 
 # Means over limits where no coefficient file says (fitted ones replace them).
@@ -233,15 +247,16 @@ def _banded(value: float, quantity: Quantity, split: Split, asked: Configuration
     """`value` with its 80 % band, wider where inputs were assumed that the class' points had."""
     kind = kind_of(asked)
     band = band_of(quantity, split, kind, fitted)
-    # Limited scenarios never say their lengths: their class' band already has that.
-    missing = 0 if kind is Kind.LIMITED else len(_MATTERING.intersection(asked.assumed) - _usual(kind))
+    missing = len(_MATTERING.intersection(asked.assumed) - _usual(kind))
     wider = 1 + _WIDER_PER_ASSUMPTION * missing
     return Estimated(value, value * band.low_ratio**wider, value * band.high_ratio**wider)
 
 
 def _usual(kind: Kind) -> frozenset[str]:
     """Inputs that a kind's rows lack by nature: an open loop has a rate, not a concurrency."""
-    usual = {
+    usual: dict[Kind, AbstractSet[str]] = {
+        # Limited scenarios never say their lengths and layout: their class' band already has that.
+        Kind.LIMITED: _MATTERING - {"memory"},
         Kind.OPEN: {"concurrency"},
         Kind.QUEUED: {"concurrency"},
         Kind.STATIC: {"weight_dtype"},

@@ -217,9 +217,11 @@ class CandidateSearch:
 
     def _note_pairs(self, topology: Topology, verdict: Verdict, rows: Rows, unknown: NDArray[np.bool_]) -> None:
         """One refusal for the first pair of each reason; the search counts, it does not list thousands."""
-        failed = ~verdict.meets
+        failed = np.flatnonzero(~verdict.meets)
+        # Nearest to its limit first, so that the one that is noted is the closest.
+        nearest = failed[np.argsort(verdict.over[failed], kind="stable")]
         noted: set[tuple[str, str, RejectionReason]] = set()
-        for index in np.flatnonzero(failed).tolist():
+        for index in nearest.tolist():
             halves = self._halves[rows.first[index]], self._halves[rows.second[index]]
             reason = RejectionReason.LINK_UNKNOWN if unknown[index] else verdict.reason(index)
             names = halves[0].option.offer.name, halves[1].option.offer.name
@@ -228,11 +230,11 @@ class CandidateSearch:
             noted.add((*names, reason))
             detail = "the network between the pools is not known: give network_gb_per_s in the spec"
             if reason is not RejectionReason.LINK_UNKNOWN:
-                detail = (
-                    f"takes {verdict.use[index]:.2f} of its limit, {verdict.goodput[index]:.3f} of requests in time"
-                )
+                detail = miss_words(verdict, index)
+            what = " + ".join(described(half.option) for half in halves)
+            over = float(verdict.over[index])
             self._refusals.append(
-                (topology, PoolRole.BOTH, Refusal(f"{names[0]} + {names[1]}", "prefill + decode", reason, detail))
+                (topology, PoolRole.BOTH, Refusal(f"{names[0]} + {names[1]}", what, reason, detail, over))
             )
 
     # Sizes
@@ -253,19 +255,21 @@ class CandidateSearch:
                 verdict = judge(latencies([served]))
                 reason = verdict.reason(0) or RejectionReason.GOODPUT_MISSED
                 detail = f"with all {most} replicas at {rate:g} requests/s: "
+                over = float(verdict.over[0])
                 if math.isinf(served.ttft_mean_ms):
                     reason = RejectionReason.LOAD_NOT_CARRIED
                     detail += f"the queue grows without end, they carry {rate / served.utilisation_ratio:.2f}/s"
+                    over = served.utilisation_ratio
                 else:
-                    detail += f"{verdict.use[0]:.2f} of the limit, {verdict.goodput[0]:.3f} of requests in time"
-                self._refuse(topology, role, option, reason, detail)
+                    detail += miss_words(verdict, 0)
+                self._refuse(topology, role, option, reason, detail, over_ratio=over)
                 return None
             found[level] = count
         serving = found[DemandLevel.P90]
         total = self._fleet.spare.total_count(serving, found[DemandLevel.P50])
         if total > most:
             detail = f"{serving} serving and {total - serving} spare replicas; inventory holds {most}"
-            self._refuse(topology, role, option, RejectionReason.INVENTORY, detail)
+            self._refuse(topology, role, option, RejectionReason.INVENTORY, detail, over_ratio=total / most)
             return None
         return Half(option, serving, total, self._rater.half(role, option, serving, load.rate_p90_per_s))
 
@@ -313,9 +317,17 @@ class CandidateSearch:
     # Book-keeping
 
     def _refuse(
-        self, topology: Topology, role: PoolRole, option: EngineOption, reason: RejectionReason, detail: str
+        self,
+        topology: Topology,
+        role: PoolRole,
+        option: EngineOption,
+        reason: RejectionReason,
+        detail: str,
+        *,
+        over_ratio: float = math.inf,
     ) -> None:
-        self._refusals.append((topology, role, Refusal(option.offer.name, described(option), reason, detail)))
+        refusal = Refusal(option.offer.name, described(option), reason, detail, over_ratio)
+        self._refusals.append((topology, role, refusal))
 
     def _keep(self, half: Half) -> int:
         self._halves.append(half)
@@ -343,19 +355,34 @@ class CandidateSearch:
         return counts
 
     def _bought(self, topology: Topology, rows: Rows) -> Rows:
-        """Rows that inventory and racks allow, priced; the first of each refusal is noted."""
+        """Rows that inventory and racks allow, priced; the nearest (then cheapest) of each refusal is noted."""
         bill = self._purchasing.bill(rows.counts)
-        for allowed, reason in ((bill.in_stock, RejectionReason.INVENTORY), (bill.in_power, RejectionReason.POWER)):
-            short = np.flatnonzero(~allowed)
+        stock = self._purchasing.stock_ratio(bill.units)
+        power = self._purchasing.power_ratio(bill.units)
+        for over, reason, kept in (
+            (stock, RejectionReason.INVENTORY, bill.in_stock),
+            (np.where(bill.in_stock, power, 0.0), RejectionReason.POWER, bill.in_power | ~bill.in_stock),
+        ):
+            short = np.flatnonzero(~kept)
             if len(short):
-                index = int(short[np.argmin(bill.usd_per_h[short])])
-                devices = self._purchasing.devices(bill.units[index])
-                detail = ", ".join(f"{count} {name}" for name, count in devices.items()) + " in whole units"
-                names = " + ".join(devices)
+                index = int(short[np.lexsort((bill.usd_per_h[short], over[short]))[0]])
+                detail = self._purchasing.shortage_words(bill.units[index])
+                if len(short) > 1:
+                    detail += f" (the nearest of {len(short)})"
+                halves = [self._halves[each] for each in (rows.first[index], rows.second[index]) if each >= 0]
+                what = " + ".join(f"{half.total_count} x ({described(half.option)})" for half in halves)
+                names = " + ".join(self._purchasing.devices(bill.units[index]))
                 self._refusals.append(
-                    (topology, PoolRole.BOTH, Refusal(names, f"{len(short)} candidates", reason, detail))
+                    (topology, PoolRole.BOTH, Refusal(names, what, reason, detail, float(over[index])))
                 )
         return _taken(Rows(topology, rows.first, rows.second, rows.counts, rows.use, bill), bill.allowed)
+
+
+def miss_words(verdict: Verdict, index: int) -> str:
+    """How far a candidate is over the limit that it misses most."""
+    use = float(verdict.use[index])
+    times = f"{use:.0f}" if use >= 10 else f"{use:.2f}"
+    return f"{times} times the limit, {verdict.goodput[index]:.3f} of requests in time"
 
 
 def _empty_bill() -> Bill:

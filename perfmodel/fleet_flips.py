@@ -155,17 +155,19 @@ def shortened(problem: Problem, sized: Sized) -> Problem:
     return replace(problem, full_model=model, check=None, only=frozenset(keys), memory=memory)
 
 
-def hit_ratio_flips(problem: Problem, plan: Plan) -> list[Flip]:
-    """The nearest higher and lower cached share of prompts at which the plan changes, of all classes moved together."""
+def hit_ratio_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> list[Flip]:
+    """The nearest higher and lower cached share of prompts at which the plan changes, of all classes moved together.
+
+    `current`: the plan that is told, where it is not the one by calculation.
+    """
     now = max(each.demand.cached_ratio for each in problem.classes)
     found = []
-    for ratios in (
-        [ratio for ratio in _HIT_RATIOS if ratio > now + 1e-9],
-        [ratio for ratio in reversed(_HIT_RATIOS) if ratio < now - 1e-9],
+    for easier, ratios in (
+        (True, [ratio for ratio in _HIT_RATIOS if ratio > now + 1e-9]),
+        (False, [ratio for ratio in reversed(_HIT_RATIOS) if ratio < now - 1e-9]),
     ):
-        flip = _first_flip(
-            problem, plan, "cached_ratio", f"{now:g}", [(f"{ratio:g}", _with_hits(ratio)) for ratio in ratios]
-        )
+        steps = [(f"{ratio:g}", _with_hits(ratio)) for ratio in ratios]
+        flip = _first_flip(problem, _Limits.of(plan, current, easier=easier), "cached_ratio", f"{now:g}", steps)
         found += [] if flip is None else [flip]
     return found
 
@@ -180,12 +182,12 @@ def input_flips(problem: Problem, sized: Sized) -> list[Flip]:
     base = size(short).plan
     if base is None:
         return []
-    return [*hit_ratio_flips(short, base), *slo_flips(short, base)]
+    return [*hit_ratio_flips(short, base, sized.plan), *slo_flips(short, base, sized.plan)]
 
 
-def slo_flips(problem: Problem, plan: Plan) -> list[Flip]:
+def slo_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> list[Flip]:
     """For TTFT and TPOT: the nearest looser limit that makes the plan cheaper and the nearest tighter one that
-    changes it.
+    changes it. `current` as in `hit_ratio_flips`.
     """
     found = []
     for field in ("ttft_ms", "tpot_ms"):
@@ -195,7 +197,8 @@ def slo_flips(problem: Problem, plan: Plan) -> list[Flip]:
             for factor in factors:
                 value = "/".join(f"{getattr(each.slo, field) * factor:g}" for each in problem.classes)
                 steps.append((value, _with_limit(field, factor)))
-            flip = _first_flip(problem, plan, f"slo.{field}", now, steps)
+            limits = _Limits.of(plan, current, easier=factors is _LOOSER)
+            flip = _first_flip(problem, limits, f"slo.{field}", now, steps)
             found += [] if flip is None else [flip]
     return found
 
@@ -218,12 +221,36 @@ def _with_limit(field: str, factor: float) -> Change:
     return change
 
 
-def _first_flip(problem: Problem, plan: Plan, field: str, was: str, steps: list[tuple[str, Change]]) -> Flip | None:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a changed plan must cost: less than `usd_per_h` for an easier input, more for a harder one.
+
+    An easier input that costs more, or a harder one that costs less than the plan, says only that the short search is
+    by calculation; one that costs the same is the plan that is there already.
+    """
+
+    usd_per_h: float
+    easier: bool
+
+    @classmethod
+    def of(cls, plan: Plan, current: Plan | None, *, easier: bool) -> _Limits:
+        costs = [each.usd_per_h for each in (plan, current) if each is not None]
+        return cls(min(costs) if easier else max(costs), easier)
+
+    def passed(self, usd_per_h: float) -> bool:
+        if self.easier:
+            return usd_per_h < self.usd_per_h * (1 - 1e-6)
+        return usd_per_h > self.usd_per_h * (1 + 1e-6)
+
+
+def _first_flip(
+    problem: Problem, limits: _Limits, field: str, was: str, steps: list[tuple[str, Change]]
+) -> Flip | None:
     for value, change in steps:
         classes = tuple(change(each) for each in problem.classes)
         other = size(replace(problem, classes=classes)).plan
         if other is None:
             return Flip(field, value, was, None, None)
-        if abs(other.usd_per_h - plan.usd_per_h) > 1e-6 * plan.usd_per_h:
+        if limits.passed(other.usd_per_h):
             return Flip(field, value, was, plan_words(other), other.usd_per_h)
     return None

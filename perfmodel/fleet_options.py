@@ -22,12 +22,16 @@ from perfmodel.plan import Choices, Demand, EngineOption, Fleet, Offer, Rejectio
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An engine that cannot be: its offer, what it was, the first check that it fails and the figures."""
+    """An engine that cannot be: its offer, what it was, the first check that it fails and the figures.
+
+    `over_ratio` is how many times the limit it needs (infinite: no size of anything would do); it orders near misses.
+    """
 
     offer_name: str
     what: str
     reason: RejectionReason
     detail: str
+    over_ratio: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

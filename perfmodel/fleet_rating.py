@@ -183,6 +183,11 @@ class Verdict:
         """The larger of both: how much of its room the candidate takes."""
         return np.maximum(self.ttft_use, self.tpot_use)
 
+    @property
+    def over(self) -> Floats:
+        """How many times the limit the worst promise is; a goodput that is short counts by what it lacks."""
+        return np.asarray(np.maximum(self.use, 1 + np.maximum(self.goodput_short, 0.0)))
+
     def reason(self, index: int) -> RejectionReason | None:
         """The first promise that a candidate breaks."""
         if not self.ttft_use[index] <= 1:

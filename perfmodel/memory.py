@@ -9,7 +9,7 @@ activations out overstates the KV cache by about 31 % (casys-kaist/LLMServingSim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from perfmodel.architecture import Architecture
 from perfmodel.errors import ConfigError
@@ -28,6 +28,12 @@ COLLECTIVE_BUFFER_BYTES = 400_000_000
 
 # Activations are kept in BF16 whatever the weights are.
 _ACTIVATION_BYTES = 2
+
+# Devices beyond the largest clusters: no count of an engine is above. A float can hold what follows from it.
+_MOST_DEVICES = 1_000_000
+
+# Tokens beyond any context (published models: at most 10 million): what follows from it stays within a float.
+_MOST_CONTEXT_TOKENS = 10**12
 
 # Context at which a model whose layers forget (windows, linear state) is asked how much one token of a sequence takes.
 _REFERENCE_CONTEXT_TOKENS = 8192
@@ -53,6 +59,10 @@ class EngineShape:
     expert_parallel_count: int = 1
 
     def __post_init__(self) -> None:
+        for field in ("tensor", "data", "pipeline", "expert"):
+            asked = getattr(self, f"{field}_parallel_count")
+            if not asked <= _MOST_DEVICES:
+                raise ConfigError(f"{field}_parallel_count is {_short(asked)}; expected at most {_MOST_DEVICES}")
         count, heads = self.tensor_parallel_count, self.architecture.head_count
         if count < 1 or heads % count:
             raise ConfigError(f"tensor_parallel_count is {count}; expected a divisor of the {heads} attention heads")
@@ -149,6 +159,7 @@ def kv_bytes_per_token(shape: EngineShape, context_tokens: int = 0) -> int:
 
     Layers whose window is full add nothing. At context 0 this is the rate inside every window.
     """
+    _check_context(context_tokens)
     elements = sum(
         group.added_elements(context_tokens) * kv_copy_ratio(shape, group.kv_head_count)
         for group in shape.architecture.attention
@@ -158,6 +169,7 @@ def kv_bytes_per_token(shape: EngineShape, context_tokens: int = 0) -> int:
 
 def kv_bytes(shape: EngineShape, context_tokens: int) -> int:
     """Bytes of one sequence of this length over all devices that hold it: cache with copies, and linear state."""
+    _check_context(context_tokens)
     elements = sum(
         group.held_elements(context_tokens) * kv_copy_ratio(shape, group.kv_head_count)
         for group in shape.architecture.attention
@@ -167,11 +179,22 @@ def kv_bytes(shape: EngineShape, context_tokens: int) -> int:
 
 def decode_read_bytes(shape: EngineShape, context_tokens: int) -> float:
     """Bytes of cache and state that making one token moves, over all devices; state is read and written."""
+    _check_context(context_tokens)
     elements = sum(
         group.read_elements(context_tokens) * kv_copy_ratio(shape, group.kv_head_count)
         for group in shape.architecture.attention
     )
     return elements * shape.kv_format.element_bytes + 2 * shape.architecture.linear_state_bytes
+
+
+def _check_context(context_tokens: float) -> None:
+    if not context_tokens <= _MOST_CONTEXT_TOKENS:
+        raise ConfigError(f"context_tokens is {_short(context_tokens)}; expected at most {_MOST_CONTEXT_TOKENS} tokens")
+
+
+def _short(count: float) -> str:
+    """A count as a person reads it: hundreds of digits are not printed, and need not fit into a float."""
+    return str(count) if count < 10**20 else f"above 10^{len(str(int(count))) - 1}" if count < inf else str(count)
 
 
 # Capacity

@@ -75,13 +75,39 @@ class Purchasing:
         """Price rows of device counts (int64[n, offers])."""
         units = -(-counts // self._unit_devices)
         in_stock: Flags = np.asarray((units <= self._stock_units).all(axis=1))
-        in_power: Flags = np.ones(len(counts), dtype=np.bool_)
-        if self._rack_count is not None:
-            fits = self._units_per_rack > 0
-            in_power &= np.asarray(((units == 0) | fits).all(axis=1))
-            racks = -(-units // np.maximum(self._units_per_rack, 1))
-            in_power &= np.asarray(racks.sum(axis=1) <= self._rack_count)
+        in_power: Flags = np.asarray(self.power_ratio(units) <= 1)
         return Bill(units, units @ self._unit_usd_per_h, in_stock, in_power)
+
+    def stock_ratio(self, units: Counts) -> NDArray[np.float64]:
+        """Of rows of units: the largest share of an offer's stock that they take (above 1: more than there is)."""
+        stock = np.maximum(self._stock_units, 0)
+        taken = np.where(units > 0, units / np.maximum(stock, 1e-9), 0.0)
+        return np.asarray(np.where((units > 0) & (stock == 0), np.inf, taken).max(axis=1, initial=0.0))
+
+    def power_ratio(self, units: Counts) -> NDArray[np.float64]:
+        """Of rows of units: racks that they need over racks there are; infinite for a unit that no rack can feed."""
+        if self._rack_count is None:
+            return np.zeros(len(units))
+        fed = ((units == 0) | (self._units_per_rack > 0)).all(axis=1)
+        racks = -(-units // np.maximum(self._units_per_rack, 1))
+        return np.where(fed, racks.sum(axis=1) / self._rack_count, np.inf)
+
+    def shortage_words(self, units: Counts) -> str:
+        """What one row of units lacks: devices that are not there, else racks."""
+        wanted = self.devices(units)
+        short = [
+            f"needs {count} {name}, there {'is' if self.stock_devices(name) == 1 else 'are'} {self.stock_devices(name)}"
+            for name, count in wanted.items()
+            if count > self.stock_devices(name)
+        ]
+        if short:
+            return "; ".join(short)
+        bought = ", ".join(f"{count} {name}" for name, count in wanted.items())
+        ratio = float(self.power_ratio(units[None, :])[0])
+        if not np.isfinite(ratio):
+            return f"a unit of {bought} draws more than a rack gives"
+        racks = self._rack_count or 0
+        return f"{bought} need {round(ratio * racks)} racks, there {'is' if racks == 1 else 'are'} {racks}"
 
     def watts(self, units: Counts) -> float | None:
         """Watts of one row of units; None when a unit's power is not known."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from perfmodel.compiled import compiled
 from perfmodel.errors import ConfigError
+from perfmodel.queue_laws import erlang_c, poisson_count
 from perfmodel.serving import (
     SATURATED_TTFT_MS,
     FrontEnd,
@@ -47,7 +48,6 @@ _ROOT = 1.1347241384015194
 # Fixed-point rounds; each about halves the error, which starts below a factor of two.
 _ROUNDS = 24
 
-
 # The mean wait for a slot over (Ca2 + Cs2) / 2 over the spare rate: answers overlap, so a slot is not freed one by one.
 # Fitted once on the grid of `tests/bench/bench_queueing.py`.
 _WAIT_FACTOR = 1.2
@@ -61,7 +61,10 @@ _KV_USED_RATIO = 0.99
 
 
 class _Work(NamedTuple):
-    """One replica and what a request asks of it, as plain numbers for the compiled functions."""
+    """One replica and what a request asks of it, as plain numbers for the compiled functions.
+
+    `square_ratio`: the mean square of a prompt's tokens over the squared mean.
+    """
 
     by_token_s: NDArray[np.float64]
     sequence_s: float
@@ -77,6 +80,7 @@ class _Work(NamedTuple):
     prefill_first: bool
     most_sequences: float
     prompt_spread: float
+    square_ratio: float
 
 
 class _Seen(NamedTuple):
@@ -141,7 +145,7 @@ def _step_s(work: _Work, batch: float, prompts: float) -> float:
     decodes = 0.0 if work.prefill_first else batch
     new, old = work.new_tokens, work.cached_tokens
     parts = _parts(work, batch)
-    pairs = prompts * new * (old + (new + 1) / 2)
+    pairs = prompts * new * (old + (new * work.square_ratio + 1) / 2)
     context = prompts * (parts * old + new * (parts - 1) / 2)
     one_s = _tokens_s(work.by_token_s, decodes + prompts * new / parts) + work.sequence_s * prompts
     one_s += decodes * (work.sequence_s + work.decode_context_s * work.decode_context_tokens) + work.prefill_step_s
@@ -150,13 +154,71 @@ def _step_s(work: _Work, batch: float, prompts: float) -> float:
 
 @compiled
 def _prompt_s(work: _Work, batch: float) -> float:
-    """What one prompt adds to the time of those who decode."""
-    return _step_s(work, batch, 1.0) - (0.0 if work.prefill_first else _decode_s(work, batch))
+    """What one prompt adds to the time of those who decode; of several steps: as one in a queue."""
+    decodes_s = 0.0 if work.prefill_first else _decode_s(work, batch)
+    if _parts(work, batch) <= 1.0:
+        return _step_s(work, batch, 1.0) - decodes_s
+    prompts = max(1.0, _room(work, batch))
+    return (_full_s(work, batch) - prompts / _room(work, batch) * decodes_s) / prompts
+
+
+@compiled
+def _full_s(work: _Work, batch: float) -> float:
+    """Prompts that fill the budget of every step, as many as fit in one or one that needs several: their steps.
+
+    Where prompts queue, the next one begins in the step that the one before ends in. So a prompt that needs 1.1 budgets
+    takes 1.1 steps, not the two that it takes alone.
+    """
+    room = _room(work, batch)
+    if _parts(work, batch) <= 1.0:
+        return _step_s(work, batch, max(1.0, room))
+    decodes = 0.0 if work.prefill_first else batch
+    new, old, prompts = work.new_tokens, work.cached_tokens, max(1.0, room)
+    steps = prompts / room
+    one_s = _tokens_s(work.by_token_s, decodes + room * new) + work.sequence_s * (room + 1.0) + work.prefill_step_s
+    one_s += decodes * (work.sequence_s + work.decode_context_s * work.decode_context_tokens)
+    pairs = prompts * new * (old + (new * work.square_ratio + 1) / 2)
+    before = max(0.0, steps - 1.0)
+    context = prompts * ((before + 1.0) * old + new * before / 2)
+    return steps * one_s + work.pair_s * pairs + work.context_s * context
+
+
+@compiled
+def _prefill_share(work: _Work, batch: float, prompts: float) -> float:
+    """Share of steps with a prompt in them where `prompts` come in a step and some need several; 1: the budget is full.
+
+    A prompt alone takes `_parts` steps. It shares its last one with the next prompt when one waits, of which the chance
+    is this share itself, as in any queue of one server.
+    """
+    parts = _parts(work, batch)
+    return prompts * parts / (1.0 + prompts * (parts - 1.0 / _room(work, batch)))
+
+
+@compiled
+def _mean_chunked_s(work: _Work, batch: float, rate_per_s: float) -> float:
+    """`_mean_step_s` where prompts need more than one step: its length lies between no prompt and a full budget."""
+    room = _room(work, batch)
+    steps = max(1.0, room) / room
+    alone_s, full_s = _step_s(work, batch, 0.0), _full_s(work, batch) / steps
+    if rate_per_s * full_s >= room:
+        return np.inf
+    lone_s = _step_s(work, batch, 1.0) / _parts(work, batch)
+    mean_s = alone_s
+    for _ in range(60):
+        prompts = rate_per_s * mean_s
+        share = min(1.0, _prefill_share(work, batch, prompts))
+        new_s = (1.0 - share) * alone_s + share * ((1.0 - share) * lone_s + share * full_s)
+        if abs(new_s - mean_s) < 1e-9 * mean_s:
+            return new_s
+        mean_s = new_s
+    return mean_s
 
 
 @compiled
 def _mean_step_s(work: _Work, batch: float, rate_per_s: float) -> float:
     """Mean step under a Poisson rate, from E[T] = E[T(prompts)] with prompts ~ rate * E[T]; inf: none exists."""
+    if _parts(work, batch) > 1.0:
+        return _mean_chunked_s(work, batch, rate_per_s)
     room = _room(work, batch)
     most = max(1.0, room)
     alone_s, one_s = _step_s(work, batch, 0.0), _step_s(work, batch, 1.0)
@@ -184,9 +246,9 @@ def _tpot_s(work: _Work, batch: float, rate_per_s: float) -> float:
     if not math.isfinite(mean_s):
         return np.inf
     if not work.prefill_first:
-        parts = _parts(work, batch)
-        some = -math.expm1(-rate_per_s * mean_s)
-        return mean_s / (1.0 + some * (parts - 1.0))
+        return mean_s
+    if _parts(work, batch) > 1.0:
+        return mean_s / max(1e-9, 1.0 - _prefill_share(work, batch, rate_per_s * mean_s))
     return mean_s / math.exp(-rate_per_s * mean_s)
 
 
@@ -198,11 +260,24 @@ def _present(work: _Work, batch: float, rate_per_s: float, extra_s: float) -> fl
 
 
 @compiled
+def _fullest(work: _Work) -> float:
+    """Decodes of an engine whose queue never empties: all its sequences, or fewer where the token budget binds.
+
+    Each step begins as many answers as prompts fit beside the decodes, and each lasts `answer_tokens - 1` steps.
+    """
+    if work.prefill_first:
+        return work.most_sequences
+    steps = max(1.0, work.answer_tokens - 1.0)
+    return min(work.most_sequences, max(1.0, steps * work.budget_tokens / (work.new_tokens + steps)))
+
+
+@compiled
 def _carries(work: _Work, rate_per_s: float) -> bool:
-    """Whether the engine, as full as it may get, makes tokens at least as fast as this rate asks for them."""
-    if not math.isfinite(_mean_step_s(work, min(work.most_sequences, 1e9), rate_per_s)):
+    """Whether the engine, as full as it gets, makes tokens at least as fast as this rate asks for them."""
+    batch = _fullest(work)
+    if not math.isfinite(_mean_step_s(work, batch, rate_per_s)):
         return False
-    return bool(_present(work, work.most_sequences, rate_per_s, 0.0) <= work.most_sequences)
+    return bool(_present(work, batch, rate_per_s, 0.0) <= work.most_sequences)
 
 
 @compiled
@@ -262,10 +337,13 @@ def _chain(work: _Work, batch: float, rate_per_s: float, lengths_s: NDArray[np.f
     State q serves min(q, room) prompts; the next state is what is left and who arrived meanwhile.
     """
     room = max(1.0, _room(work, batch))
+    full_s = _full_s(work, batch)
     served = np.empty(_STATES)
     for state in range(_STATES):
         served[state] = min(float(state), room)
         lengths_s[state] = _step_s(work, batch, served[state])
+        if state > 1:
+            lengths_s[state] = min(lengths_s[state], full_s)
     matrix = np.zeros((_STATES, _STATES))
     ends = np.zeros(_STATES, dtype=np.int64)
     _fill_matrix(rate_per_s, lengths_s, served, matrix, ends)
@@ -285,29 +363,6 @@ def _chain(work: _Work, batch: float, rate_per_s: float, lengths_s: NDArray[np.f
 
 
 @compiled
-def _erlang_c(servers: int, offered: float) -> float:
-    """Erlang's chance that all servers are busy; 1 when the offered load reaches their number."""
-    if offered >= servers:
-        return 1.0
-    blocked = 1.0
-    for server in range(1, servers + 1):
-        blocked = offered * blocked / (server + offered * blocked)
-    return servers * blocked / (servers - offered * (1.0 - blocked))
-
-
-@compiled
-def _poisson(mean: float, uniform: float) -> int:
-    """The Poisson count at this quantile."""
-    count, chance = 0, math.exp(-mean)
-    total = chance
-    while total < uniform and count < 4 * _STATES:
-        count += 1
-        chance *= mean / count
-        total += chance
-    return count
-
-
-@compiled
 def _tagged(work: _Work, batch: float, rate_per_s: float, seen: _Seen, out: NDArray[np.float64]) -> float:
     """Fill `out` with the seconds from visible to first token of a quasi-random sample of arrivals.
 
@@ -319,11 +374,12 @@ def _tagged(work: _Work, batch: float, rate_per_s: float, seen: _Seen, out: NDAr
     mean_s = (law * lengths_s).sum()
     room = max(1.0, _room(work, batch))
     alone_s = _step_s(work, 0.0, 1.0)
-    full_s = _step_s(work, batch, room)
+    full_s = _full_s(work, batch)
     by_length = np.cumsum(law * lengths_s) / mean_s
     # A prompt that ends inside a step ends with it, and the next prompt fills that step's budget.
     parts = _parts(work, batch)
     spare = min(1.0, parts - 1.0 / _room(work, batch)) if parts > 1.0 else 0.0
+    need = max(1.0, 1.0 / _room(work, batch))
     budget = _room(work, batch) * work.new_tokens
     fill_s = _tokens_s(work.by_token_s, batch + budget) - _tokens_s(work.by_token_s, batch + budget * (1.0 - spare))
     left_behind = 0.0
@@ -343,13 +399,16 @@ def _tagged(work: _Work, batch: float, rate_per_s: float, seen: _Seen, out: NDAr
         state = min(_STATES - 1, int(np.searchsorted(by_length, (draw[0] - idle) / (1.0 - idle))))
         rest_s = draw[1] * lengths_s[state]
         left = max(0.0, state - room)
-        ahead = left + _poisson(rate_per_s * (lengths_s[state] - rest_s), draw[2])
-        behind = _poisson(rate_per_s * rest_s, draw[3])
+        ahead = left + poisson_count(rate_per_s * (lengths_s[state] - rest_s), draw[2])
+        behind = poisson_count(rate_per_s * rest_s, draw[3])
         full_steps = math.ceil((ahead + 1.0) / room - 1e-9) - 1.0
         last = min(room, ahead - full_steps * room + 1.0 + behind)
         last_s = _step_s(work, batch, last)
         if room < 1.0 + 1e-9:
             last_s += fill_s * (1.0 if behind > 0 else -math.expm1(-rate_per_s * last_s * (parts - 1.0) / parts))
+        if parts > 1.0 and full_steps > 0:
+            # It begins in the step that the one before it ends in: fewer steps than alone, rounded up at its end.
+            last_s = min(last_s, (math.ceil((full_steps + 1.0) * need - 1e-9) / need - full_steps) * full_s)
         out[point] = rest_s + full_steps * full_s + last_s + slot_s
         left_behind += rate_per_s * (full_steps * full_s + last_s)
         left_behind += max(0.0, ahead - full_steps * room + 1.0 + behind - last)
@@ -426,7 +485,9 @@ def _work(engine: ServingEngine, lengths: Lengths) -> _Work:
     """One replica and one mean request as numbers."""
     table: StepTable = engine.step.table(engine.max_batched_tokens)
     cached = lengths.input_tokens * lengths.cached_ratio
-    held = lengths.input_tokens + lengths.output_tokens * (1 + engine.reserve_ratio) / 2
+    # Longer answers stay longer: of those present at a moment the mean is E[tokens^2] / E[tokens].
+    staying = lengths.output_tokens * (1 + lengths.cv2[1])
+    held = lengths.input_tokens + staying * (1 + engine.reserve_ratio) / 2
     return _Work(
         np.ascontiguousarray(table.by_token_s, dtype=np.float64),
         float(table.sequence_s),
@@ -437,11 +498,12 @@ def _work(engine: ServingEngine, lengths: Lengths) -> _Work:
         max(1.0, lengths.input_tokens - cached),
         cached,
         lengths.output_tokens,
-        lengths.input_tokens + (lengths.output_tokens + 1) / 2,
+        lengths.input_tokens + (staying + 1) / 2,
         float(engine.max_batched_tokens),
         engine.order is SchedulingOrder.PREFILL_FIRST,
         max(1.0, min(float(engine.max_sequence_count), math.floor(_KV_USED_RATIO * engine.kv_capacity_tokens / held))),
         math.sqrt(3 * min(lengths.cv2[0], 1 / 3)),
+        1.0 + lengths.cv2[0],
     )
 
 
@@ -460,7 +522,7 @@ def _slot_wait(work: _Work, present: float, offered: _Offered, lengths: Lengths)
     elasticity = min(max((longer / stay - 1) / 0.1, 0.0), 0.9) if math.isfinite(longer) else 0.9
     slowed = min(rate_per_s * _prompt_s(work, present), 0.9)
     spread = 1 / ((1 - slowed) ** _SHARED_POWER * (1 - elasticity))
-    chance = _erlang_c(max(1, round(work.most_sequences / spread)), present / spread)
+    chance = erlang_c(max(1, round(work.most_sequences / spread)), present / spread)
     return chance, _WAIT_FACTOR * variation / (offered.capacity_per_s - rate_per_s)
 
 

@@ -1,8 +1,8 @@
 """How a row of a benchmark table becomes a configuration, and what is assumed where the row says nothing.
 
 Owns: the reading of one row's input columns and the documented rules that fill the gaps; each rule that fires is named
-in `Configuration.assumed`. Does not own: the catalogue (device and model are handed in), files, or predictions. The
-measured columns, `exclude` and `note` are never read.
+in `Configuration.assumed`, its value in `Configuration.imputed`. Does not own: the catalogue (device and model are
+handed in), files, or predictions. The measured columns, `exclude` and `note` are never read.
 
 Rules, by the name that `assumed` shows:
   model_facts     -               (a device or model without facts is refused, not assumed)
@@ -11,11 +11,14 @@ Rules, by the name that `assumed` shows:
   kv_dtype        FP8 with weights of at most 8 bits on Blackwell and CDNA4, and on TensorRT-LLM anywhere; else BF16
   n_gpus          tp x pp x dp, or as many devices as hold the weights
   tp              the fewest devices, a power of two, whose memory is at most 60 % full of weights; above 300 billion
-                  parameters with experts in MLPerf: attention data parallelism over up to 8 devices
+                  parameters with experts in MLPerf: attention data parallelism over up to 8 devices (dp and ep too)
   isl, osl        the benchmark's data set (MLPerf), else 1,024 and 256
   concurrency     in flight by Little's law where a rate is given, else as many as fit
   layout          a disaggregated row without its workers' layout: one worker a side
   prefix_hit      0.9 of prompt tokens in agentic rows that do not say
+  scenario        a name that is not known, or none: `other`
+  memory          (nothing imputed) the weights alone are larger than the marketed memory of the devices of an engine
+  max_context     (nothing imputed) prompt and answer together are longer than the model's context
   tp_divides      a tensor parallel size that does not divide the heads is lowered to one that does
 """
 
@@ -33,7 +36,7 @@ from perfmodel.configuration import Configuration, Pool, Scenario
 from perfmodel.errors import ConfigError
 from perfmodel.groups import engine_era, model_family
 from perfmodel.hardware import Hardware, NumberFormat
-from perfmodel.memory import EngineShape, checkpoint_bytes
+from perfmodel.memory import EngineShape, checkpoint_bytes, weight_bytes
 from perfmodel.serving import LengthLaw, Lengths
 from perfmodel.step_terms import across_nodes, format_class
 
@@ -92,22 +95,54 @@ def number(row: Mapping[str, str], column: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+# What a row may ask for at most: twice the longest context on sale, and more clients and devices than any benchmark
+# has. A replay of more would take minutes.
+_MOST = {
+    "isl": 4_000_000,
+    "osl": 4_000_000,
+    "concurrency_or_batch": 32_768,
+    "request_rate": 1_000_000,
+    **dict.fromkeys(("n_gpus", "tp", "pp", "dp", "ep"), 10_000),
+}
+
+
+def stated(row: Mapping[str, str], column: str, least: float = 0.0) -> float | None:
+    """A column's number above 0, at least `least` and no more than can be; None where it is blank or no number. Raises
+    ConfigError."""
+    text = (row.get(column) or "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not (0 < value <= _MOST[column] and value >= least):
+        expected = f"at least {least:g}" if least else "above 0"
+        expected += f" and at most {_MOST[column]:,}"
+        raise ConfigError(f"{column} is {text!r}; expected a finite number {expected}, or blank where it is not known")
+    return value
+
+
 def configuration(
-    row: Mapping[str, str], hardware: Hardware, architecture: Architecture, assumed: tuple[str, ...] = ()
+    row: Mapping[str, str],
+    hardware: Hardware,
+    architecture: Architecture,
+    assumed: Mapping[str, str] | None = None,
 ) -> Configuration:
-    """The configuration that a row describes. Raises ConfigError when there is none."""
-    return _Reader(row, hardware, architecture, list(assumed)).read()
+    """The configuration that a row describes; `assumed` holds the caller's own rules and values. Raises ConfigError."""
+    return _Reader(row, hardware, architecture, dict(assumed or {})).read()
 
 
 class _Reader:
     """Reads one row. Mutable: it collects the names of the rules that fired."""
 
     def __init__(
-        self, row: Mapping[str, str], hardware: Hardware, architecture: Architecture, assumed: list[str]
+        self, row: Mapping[str, str], hardware: Hardware, architecture: Architecture, assumed: dict[str, str]
     ) -> None:
+        # Rules that fired, in order, with their value ("" where nothing was imputed).
         self.row, self.hardware, self.architecture, self.assumed = row, hardware, architecture, assumed
         text = self._text("scenario")
         self.scenario = Scenario(text) if text in tuple(Scenario) else Scenario.OTHER
+        if text != self.scenario:
+            self.assumed["scenario"] = self.scenario.value
         self.mlperf = text.startswith("mlperf")
 
     def read(self) -> Configuration:
@@ -126,22 +161,27 @@ class _Reader:
             model_family(self.architecture.name),
             format_class(self.hardware, weights),
         )
-        concurrency, rate = number(self.row, "concurrency_or_batch"), number(self.row, "request_rate")
+        concurrency, rate = stated(self.row, "concurrency_or_batch"), number(self.row, "request_rate")
+        if rate is not None:  # "inf" is none: all at once
+            rate = stated(self.row, "request_rate", 1e-6)
         if self.scenario is Scenario.SINGLE_USER and concurrency is None:
             concurrency = 1.0
         if concurrency is None and self.scenario is Scenario.FIRST_TOKEN:
             concurrency = 1.0
         if concurrency is None:
-            self.assumed.append("concurrency")
+            self.assumed["concurrency"] = ""  # how many fit or are in flight is the prediction's to say
+        if any(_overfull(pool) for pool in (prefill, decode) if pool is not None):
+            self.assumed["memory"] = ""
         return Configuration(
             decode=decode,
             group=group,
             lengths=lengths,
             scenario=self.scenario,
             concurrency=concurrency,
-            rate_per_s=rate if rate is not None and rate > 0 else None,
+            rate_per_s=rate,
             prefill=prefill,
             assumed=tuple(self.assumed),
+            imputed=tuple((name, value) for name, value in self.assumed.items() if value),
         )
 
     def _text(self, column: str) -> str:
@@ -159,10 +199,9 @@ class _Reader:
             # A checkpoint that exists in one width only is that width, whatever an import wrote (gpt-oss is MXFP4).
             narrow_only = self.architecture.dense_format is not None and own in (NumberFormat.FP4, NumberFormat.INT4)
             return own if narrow_only and said is not NumberFormat.BF16 else said
-        self.assumed.append("weight_dtype")
-        if self.mlperf and own is NumberFormat.BF16:
-            return NumberFormat.FP8
-        return own
+        imputed = NumberFormat.FP8 if self.mlperf and own is NumberFormat.BF16 else own
+        self.assumed["weight_dtype"] = imputed.value
+        return imputed
 
     def _kv(self, engine: str, weights: NumberFormat) -> NumberFormat:
         text = self._text("kv_dtype")
@@ -171,24 +210,28 @@ class _Reader:
                 return NumberFormat.parse(text)
             except ConfigError:
                 pass
-        self.assumed.append("kv_dtype")
         narrow = weights.element_bytes <= 1
         wide_cache = engine != "trtllm" and self.hardware.generation not in _NARROW_CACHE_GENERATIONS
-        return NumberFormat.FP8 if narrow and not wide_cache else NumberFormat.BF16
+        imputed = NumberFormat.FP8 if narrow and not wide_cache else NumberFormat.BF16
+        self.assumed["kv_dtype"] = imputed.value
+        return imputed
 
     def _lengths(self) -> Lengths:
-        inputs, outputs = number(self.row, "isl"), number(self.row, "osl")
+        inputs, outputs = stated(self.row, "isl"), stated(self.row, "osl")
         known = MLPERF_DATA_SETS.get(self.architecture.name, DEFAULT_MLPERF_DATA_SET) if self.mlperf else None
         if inputs is None:
-            self.assumed.append("isl")
             inputs = _DEFAULT_INPUT_TOKENS if known is None else known.input_tokens
+            self.assumed["isl"] = f"{inputs:.0f}"
         if outputs is None:
-            self.assumed.append("osl")
             outputs = _DEFAULT_OUTPUT_TOKENS if known is None else known.output_tokens
+            self.assumed["osl"] = f"{outputs:.0f}"
+        longest = self.architecture.max_context_tokens
+        if longest is not None and inputs + outputs > longest:
+            self.assumed["max_context"] = ""
         hit = number(self.row, "prefix_hit_ratio")
         if hit is None and self.scenario is Scenario.AGENTIC:
-            self.assumed.append("prefix_hit")
             hit = _AGENTIC_HIT_RATIO
+            self.assumed["prefix_hit"] = f"{hit:g}"
         cached = min(max(hit or 0.0, 0.0), 1.0)
         law = self._text("lengths")
         inputs, outputs = max(inputs, 1.0), max(outputs, 1.0)
@@ -202,16 +245,17 @@ class _Reader:
         return Lengths(inputs, outputs, LengthLaw.LOGNORMAL if varied else LengthLaw.FIXED, cached)
 
     def _one_pool(self, weights: NumberFormat, kv_format: NumberFormat) -> Pool:
-        count, tensor = number(self.row, "n_gpus"), number(self.row, "tp")
-        stages = max(1, int(number(self.row, "pp") or 1))
-        data = max(1, int(number(self.row, "dp") or 1))
-        expert = max(1, int(number(self.row, "ep") or 1))
+        count, tensor = stated(self.row, "n_gpus", 1.0), stated(self.row, "tp", 1.0)
+        stages, data, expert = (int(stated(self.row, column, 1.0) or 1) for column in ("pp", "dp", "ep"))
         if tensor is None:
-            self.assumed.append("tp")
+            said = (data, expert)
             tensor, data, expert = self._imputed_parallelism(weights, count, data, expert)
+            self.assumed["tp"] = f"{tensor:.0f}"
+            if (data, expert) != said:
+                self.assumed["dp"], self.assumed["ep"] = f"{data}", f"{expert}"
         if count is None:
-            self.assumed.append("n_gpus")
             count = tensor * data * stages
+            self.assumed["n_gpus"] = f"{count:.0f}"
         replicas = max(1.0, count / (tensor * data * stages))
         return self._pool(Worker(1, int(tensor), data, expert), weights, kv_format, replicas, stages)
 
@@ -237,11 +281,11 @@ class _Reader:
     def _split_pools(self, weights: NumberFormat, kv_format: NumberFormat) -> tuple[Pool, Pool]:
         prefill, decode = parse_layout(self._text("prefill_layout")), parse_layout(self._text("decode_layout"))
         if not prefill or not decode:
-            self.assumed.append("layout")
             sizes = [int(part) for part in re.findall(r"\d+", self._text(_DISAGGREGATED))]
             first, second = (*sizes, 1, 1)[:2] if len(sizes) != 1 else (sizes[0], sizes[0])
             prefill = prefill or (self._side(first),)
             decode = decode or (self._side(second),)
+            self.assumed["layout"] = "/".join(f"tp{side[0].tensor}dp{side[0].data}" for side in (prefill, decode))
         return tuple(
             self._pool(side[0], weights, kv_format, float(sum(worker.count for worker in side)), 1)
             for side in (prefill, decode)
@@ -259,8 +303,8 @@ class _Reader:
         heads = self.architecture.head_count
         tensor = worker.tensor
         if heads % tensor:
-            self.assumed.append("tp_divides")
             tensor = max(size for size in range(1, tensor + 1) if heads % size == 0)
+            self.assumed["tp_divides"] = f"{tensor}"
         device = across_nodes(self.hardware, tensor)
         group = tensor * worker.data
         experts = math.gcd(worker.expert, group) if self.architecture.moe_layer_count else 1
@@ -275,6 +319,12 @@ class _Reader:
             expert_parallel_count=max(1, experts),
         )
         return Pool(shape, replicas, spans_nodes=device is not self.hardware)
+
+
+def _overfull(pool: Pool) -> bool:
+    """Whether the weights alone are larger than the marketed memory of an engine's devices."""
+    shape = pool.shape
+    return weight_bytes(shape) > shape.device_count * shape.hardware.memory_marketed_bytes
 
 
 def with_compute(hardware: Hardware, twin: Hardware) -> Hardware:

@@ -33,8 +33,10 @@ from perfmodel.plan import (
     Fleet,
     Impossible,
     Plan,
+    PoolRole,
     Rejection,
     RejectionReason,
+    Topology,
     TrafficClass,
 )
 from perfmodel.purchase import Purchasing
@@ -297,7 +299,8 @@ def _why_nothing(
             return (
                 f"class {each.name}: slo.ttft_ms is {each.slo.ttft_ms:g}; the physical bound of {each.model} on the "
                 f"allowed accelerators is {ttft_ms:.1f} ms "
-                f"(one prompt of {each.demand.input_tokens:g} tokens at peak FLOP/s)"
+                f"(one prompt of {each.demand.input_tokens:g} tokens, {each.demand.cached_ratio:.0%} of them cached, "
+                "alone at peak FLOP/s or the weights read once at peak bandwidth)"
             )
     for group in groups:
         if not group.feasible_count and len(group.rater.load.classes) == 1:
@@ -312,15 +315,34 @@ def _why_nothing(
 
 
 def _nearest_miss(group: GroupCandidates) -> str:
-    tally: dict[RejectionReason, list[Refusal]] = {}
-    for _, _, refusal in group.refusals:
-        tally.setdefault(refusal.reason, []).append(refusal)
     name = group.rater.load.names[0]
-    if not tally:
+    closest = _closest(group)
+    if closest is None:
         return f"class {name}: no allowed topology has an engine for it"
-    # The later a check stands in the vocabulary, the closer a candidate came that failed it only there.
+    topology, role, example = closest
+    half = "" if role is PoolRole.BOTH else f" {role}"
+    return (
+        f"class {name}: nothing keeps the promise; the closest fails by {example.reason}: "
+        f"{topology}{half} {example.what}, {example.detail}"
+    )
+
+
+def _closest(group: GroupCandidates) -> tuple[Topology, PoolRole, Refusal] | None:
+    """The refusal that is least over its limit; ties go to the later check. A topology whose halves were never paired
+    is as far off as the half that is furthest.
+    """
     order = list(RejectionReason)
-    reason = max(tally, key=order.index)
-    example = tally[reason][0]
-    what = f"{example.what}, {example.detail}"
-    return f"class {name}: nothing keeps the promise; the closest fails by {reason}: {what}"
+
+    def far(each: tuple[Topology, PoolRole, Refusal]) -> tuple[float, int]:
+        return (each[2].over_ratio, -order.index(each[2].reason))
+
+    whole = [each for each in group.refusals if each[1] is PoolRole.BOTH]
+    paired = {topology for topology, _, _ in whole if topology is not Topology.AGGREGATED}
+    halves: dict[tuple[Topology, PoolRole], list[tuple[Topology, PoolRole, Refusal]]] = {}
+    for each in group.refusals:
+        if each[1] is not PoolRole.BOTH and each[0] not in paired:
+            halves.setdefault(each[:2], []).append(each)
+    nearest = [min(each, key=far) for each in halves.values()]
+    split = dict.fromkeys(each[0] for each in nearest)
+    whole += [max((each for each in nearest if each[0] is topology), key=far) for topology in split]
+    return min(whole, key=far, default=None)

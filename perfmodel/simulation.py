@@ -42,8 +42,8 @@ from perfmodel.sim_state import (
 from perfmodel.trace import Trace
 
 __all__ = [
-    "ClosedLoop", "Durations", "EngineResult", "EngineSpec", "HandOver", "LowerTier", "OpenLoop", "PolicyFactory",
-    "Replay", "SimOptions", "SimResult", "Timeline", "simulate",
+    "ClosedLoop", "Durations", "EngineResult", "EngineSpec", "GrowingQueue", "HandOver", "LowerTier", "OpenLoop",
+    "PolicyFactory", "Replay", "SimOptions", "SimResult", "Timeline", "growing_queue", "simulate",
 ]  # fmt: skip
 
 # Block of a trace without block ids: vLLM's default. Nothing is shared then, so it only rounds KV room.
@@ -164,7 +164,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What one engine did. `busy_ratio` is of the whole simulated time."""
+    """What one engine did. `busy_ratio`: share of the simulated time in which it was not idle, however full."""
 
     pool: str
     requests: int
@@ -203,12 +203,55 @@ class SimResult:
     goodput_ratio: float | None
     sim_s: float
     preemption_count: int
+    refused_by_policy_count: int
     hand_over_count: int
     lost_tokens: int
     engines: tuple[EngineResult, ...]
     timeline: Timeline
     ttft_s: tuple[float, ...] = field(repr=False)
     ttft_share_ratio: tuple[float, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingQueue:
+    """Rates over the second half of the arrivals, where more came than ended until the last."""
+
+    arrived_per_s: float
+    ended_per_s: float
+
+
+# A queue grows where this share of what arrives does not end, in both of the last quarters of the arrivals; less is
+# what requests that are merely running do. [judgement]
+_GROWTH_RATIO = 0.05
+# Bins of arrivals below which a quarter says nothing.
+_FEWEST_BINS = 8
+
+
+def growing_queue(timeline: Timeline, slo_ttft_s: float) -> GrowingQueue | None:
+    """The rates of a queue that grew until the last arrival, or None.
+
+    It grew when, in each of the last two quarters of the time of arrivals, 5 % of what came did not end, and first
+    tokens after the last arrival came later than promised and later than in the first half. Then TTFT says how long
+    the trace is, for it would grow with a longer one.
+    """
+    arrived, ended = timeline.arrived_per_s, timeline.ended_per_s
+    used = 1 + max((at for at, rate in enumerate(arrived) if rate), default=-1)
+    half, quarter = used // 2, used - used // 4
+    if used < _FEWEST_BINS:
+        return None
+    for start, stop in ((half, quarter), (quarter, used)):
+        came = sum(arrived[start:stop])
+        if came - sum(ended[start:stop]) <= _GROWTH_RATIO * came:
+            return None
+    early_s = _mean([wait_s for wait_s in timeline.ttft_mean_s[:half] if wait_s is not None])
+    late_s = _mean([wait_s for wait_s in timeline.ttft_mean_s[used - 1 :] if wait_s is not None])
+    if late_s is None or late_s <= max(slo_ttft_s, early_s or 0.0):
+        return None
+    return GrowingQueue(_mean(arrived[half:used]) or 0.0, _mean(ended[half:used]) or 0.0)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def simulate(
@@ -350,6 +393,7 @@ class Replay:
             goodput_ratio=_ratio(totals.good, offered),
             sim_s=sim_s,
             preemption_count=int(totals.preempted),
+            refused_by_policy_count=self.refused_by_policy_count,
             hand_over_count=int(totals.transfers),
             lost_tokens=int(totals.lost_tokens),
             engines=tuple(_engine_result(spec, c.engines[at], sim_s) for at, spec in enumerate(self._specs)),

@@ -22,6 +22,11 @@ from perfmodel.errors import ConfigError
 FloatColumn = npt.NDArray[np.float64]
 IntColumn = npt.NDArray[np.int32]
 
+# Twice the longest context on sale. A simulation makes room for the longest request: one mistyped must not ask for all.
+MOST_TOKENS = 4_000_000
+# Thirty years; beyond it sums of times lose their microseconds.
+MOST_S = 1e9
+
 # Engine time that a recorded gap between two turns contains, where nothing better is known: the medians of TraceLab's
 # steps (arXiv 2606.30560): time to the first token, and the rate of output tokens after it.
 _RECORDED_TTFT_S = 2.2
@@ -102,11 +107,12 @@ class Trace:
         """Raise ConfigError for the first row that breaks a rule; the sentence names it by its line in the file."""
         _check_times(self.arrival_s, first_line)
         for name, column in (("isl", self.input_tokens), ("osl", self.output_tokens)):
-            _check_all(column >= 1, column, first_line, f"{name} is {{}}; expected at least 1")
+            good = (column >= 1) & (column <= MOST_TOKENS)
+            _check_all(good, column, first_line, f"{name} is {{}}; expected 1 to {MOST_TOKENS:,}")
         _check_all(self.session >= -1, self.session, first_line, "session is {}; expected -1 (none) or more")
         known = (self.tier >= 0) & (self.tier < len(Tier))
         _check_all(known, self.tier, first_line, f"tier is {{}}; expected 0 to {len(Tier) - 1}")
-        thought = ~(self.think_s < 0) & ~np.isinf(self.think_s)
+        thought = ~(self.think_s < 0) & ~(self.think_s > MOST_S)
         _check_all(thought, self.think_s, first_line, "think_s is {}; expected 0 or more seconds")
         self._check_blocks(first_line)
 
@@ -248,8 +254,8 @@ def joined(parts: Sequence[Trace]) -> Trace:
 
 
 def _check_times(arrival_s: FloatColumn, first_line: int) -> None:
-    good = np.isfinite(arrival_s) & (arrival_s >= 0)
-    _check_all(good, arrival_s, first_line, "t is {}; expected 0 or more seconds")
+    good = (arrival_s >= 0) & (arrival_s <= MOST_S)
+    _check_all(good, arrival_s, first_line, "t is {}; expected 0 or more seconds, at most a billion")
     falling = np.flatnonzero(np.diff(arrival_s) < 0)
     if len(falling):
         row = int(falling[0]) + 1

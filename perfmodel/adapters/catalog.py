@@ -94,11 +94,10 @@ class Catalog:
         canonical = self.model_aliases.get(name.lower())
         if canonical is not None:
             return self.models[canonical]
-        path = Path(name)
-        if name.endswith(".json") or path.is_dir():
+        if name and (name.endswith(".json") or _is_folder(name)):
             from perfmodel.adapters.hf_config import read_config
 
-            return read_config(path)
+            return read_config(Path(name))
         _unknown("model", name, self.model_aliases)
 
     def shape(
@@ -112,6 +111,14 @@ class Catalog:
                 f"weight_format is {weight_format!r}; expected one of {', '.join(NumberFormat)}"
             ) from None
         return EngineShape(self.device(device), self.model(model), tensor_parallel_count, weights)
+
+
+def _is_folder(name: str) -> bool:
+    """Whether a folder has this name; what the system does not take for a name (too long, a null byte) is none."""
+    try:
+        return Path(name).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def load_catalog(folder: Traversable | None = None) -> Catalog:

@@ -1,48 +1,141 @@
-"""Keeps the simulation's machine code on disk, so that only the first run on a machine waits for the compiler.
+"""Keeps machine code on disk, so that only the first run on a machine waits for the compiler.
 
-Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba) and
-switching numba's cache on for it. Does not own: what is compiled (`sim_cluster.compiled_entries`). Nothing is
-written beside the installed package, which numba's own `cache=True` would do; without a folder that can be written, the
-compiler just runs again. Why a digest of all sources: numba looks only at the file of the outermost function.
+Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba), the form
+of its files, and switching the cache on. Does not own: what is compiled (`sim_cluster`, `replay_loop`, `queueing`).
+Nothing is written beside the installed package, which numba's own `cache=True` would do; without a folder that can be
+written, the compiler just runs again. Why files of our own: numba trusts what it finds, so that one emptied or cut file
+breaks every later run, and its index lets two processes give one data file to two signatures. Here a file names its
+content by digest and its signature by key; one that does not match is compiled again and replaced. Why a digest of all
+sources: numba looks only at the file of the outermost function.
 """
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterable
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
 
-from perfmodel.sim_cluster import compiled_entries
-
-# Letters of the digest in the folder's name: 64 bits are enough to tell versions apart.
+# Letters of a digest in a name: 64 bits are enough to tell versions and signatures apart.
 _DIGEST_LETTERS = 16
+
+# Bytes of the SHA-256 digest with which a file begins.
+_SEAL_BYTES = 32
 
 
 def remember_compiled_code(folder: Path | None = None) -> bool:
-    """Use machine code kept by an earlier run, and keep what is compiled now. False: there is nowhere to keep it."""
-    home = folder or Path.home() / ".cache" / "inferplane" / "compiled"
-    place = home / _digest()
+    """Use machine code kept by an earlier run, and keep what is compiled now: the simulation and the small loops.
+
+    False: there is nowhere to keep it, and the compiler runs again each time.
+    """
+    from perfmodel.sim_cluster import compiled_entries
+
+    return remember_compiled_loops(folder) and _remember(compiled_entries(), folder)
+
+
+def remember_compiled_loops(folder: Path | None = None) -> bool:
+    """As `remember_compiled_code`, for the loops of the closed forms alone: no simulation is imported."""
+    from perfmodel import queueing, replay_loop
+
+    return _remember([*_compiled_in(replay_loop), *_compiled_in(queueing)], folder)
+
+
+def _compiled_in(module: ModuleType) -> list[Any]:
+    """Its compiled functions; none where a test runs the sources as plain Python."""
+    return [value for value in vars(module).values() if isinstance(value, Dispatcher)]
+
+
+def _remember(entries: Iterable[Any], folder: Path | None) -> bool:
     settings: Any = numba.config  # its settings are set when it is imported, so no stub has them
     before = settings.CACHE_DIR
     try:
+        home = folder or Path.home() / ".cache" / "inferplane" / "compiled"  # RuntimeError: there is no home
+        place = home / _digest()
         place.mkdir(parents=True, exist_ok=True)
         settings.CACHE_DIR = str(place)
-        for entry in compiled_entries():
-            entry.enable_caching()
+        caches = [(entry, _SealedCache(entry.py_func)) for entry in entries]
     except (OSError, RuntimeError):  # numba says RuntimeError when it finds no folder to write to
         return False
     finally:
         settings.CACHE_DIR = before
+    for entry, cache in caches:
+        entry._cache = cache  # what numba's `enable_caching` does, with a cache of our own
     return True
+
+
+class _SealedFile(IndexDataCacheFile):
+    """One file for each function and signature: digest, then (source stamp, key, machine code). There is no index.
+
+    Whatever is wrong with a file, it counts as not there. Files are written aside and renamed (numba's own way), so
+    that a process that is killed leaves none half written under its name.
+    """
+
+    def __init__(self, cache_path: str, filename_base: str, source_stamp: object) -> None:
+        super().__init__(cache_path, filename_base, source_stamp)  # type: ignore[no-untyped-call]  # numba has no types
+        self._sealed_base = filename_base
+
+    def flush(self) -> None:
+        """Nothing: there is no index to empty."""
+
+    def save(self, key: object, data: object) -> None:
+        """Keep it; on a full disk or in a folder that cannot be written any more, go on without."""
+        content = self._dump((self._source_stamp, key, data))  # type: ignore[no-untyped-call]  # numba has no types
+        try:
+            with self._open_for_write(self._sealed_path(key)) as file:
+                file.write(sha256(content).digest() + content)
+        except OSError:
+            return
+
+    def load(self, key: object) -> Any:
+        """What was kept under this key; None when there is none that is whole and ours."""
+        try:
+            sealed = Path(self._sealed_path(key)).read_bytes()
+        except OSError:
+            return None
+        content = sealed[_SEAL_BYTES:]
+        if sha256(content).digest() != sealed[:_SEAL_BYTES]:
+            return None
+        try:
+            stamp, kept_key, data = pickle.loads(content)  # noqa: S301  # the user's own folder, as numba's cache
+        except Exception:  # whole, yet of another making: unpickling can raise anything
+            return None
+        return data if (stamp, kept_key) == (self._source_stamp, key) else None
+
+    def _sealed_path(self, key: object) -> str:
+        name = sha256(repr(key).encode()).hexdigest()[:_DIGEST_LETTERS]
+        return str(Path(self._cache_path) / f"{self._sealed_base}.{name}.code")
+
+
+class _SealedCache(FunctionCache):
+    """numba's cache of one function, over sealed files."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]  # numba has no types
+        locator = self._impl.locator
+        self._cache_file = _SealedFile(locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp())
+
+    def save_overload(self, sig: object, data: object) -> None:
+        """Keep it where there is a folder; a folder that is gone and cannot be made again is no fault."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]  # numba has no types
+        except OSError:
+            return
 
 
 def _digest() -> str:
     """Of numba's version and every source that compiled code is made of."""
     digest = sha256(numba.__version__.encode())
-    sources = [path for path in resources.files("perfmodel").iterdir() if path.name.startswith("sim_")]
+    names = ("sim_", "compiled.", "queueing.", "replay_loop.")
+    sources = [
+        path for path in resources.files("perfmodel").iterdir() if path.name.startswith(names) and path.is_file()
+    ]
     for path in sorted(sources, key=lambda path: path.name):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:_DIGEST_LETTERS]

@@ -47,13 +47,22 @@ _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _PLAIN_FORMATS = {"bfloat16": "bf16", "float16": "bf16", "float32": "bf16"}
 
 
+# A config.json has some kilobytes; what is beyond this (a checkpoint, say) is something else and is not read.
+_MOST_FILE_BYTES = 16_000_000
+
+
 def read_config(path: Path) -> Architecture:
     """The model of a `config.json`, or of the one in this folder. Raises ConfigError in one sentence."""
     file = path / "config.json" if path.is_dir() else path
     try:
+        size = file.stat().st_size
+        if size > _MOST_FILE_BYTES:
+            raise ConfigError(f"{file} has {size} bytes; expected a Hugging Face config.json of at most 16 MB")
         content: object = json.loads(file.read_text(encoding="utf-8"))
     except OSError as fault:
         raise ConfigError(f"model is {str(path)!r}: {file} cannot be read ({fault.strerror})") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply; expected a Hugging Face config.json") from None
     except ValueError as fault:
         raise ConfigError(f"{file} is not JSON ({fault}); expected a Hugging Face config.json") from None
     if not isinstance(content, dict):

@@ -22,6 +22,9 @@ from perfmodel.attention import (
     SharedHead,
 )
 
+# More layers than any model has (published ones: at most a few hundred); layers are listed one by one.
+_MOST_LAYERS = 10_000
+
 # What `layer_types` calls the kinds.
 _LAYER_TYPES = {
     "full_attention": "full", "attention": "full", "global_attention": "full",
@@ -64,6 +67,8 @@ class LayerPlan:
 
 def layer_plan(fields: Fields, layer_count: int) -> LayerPlan:
     """The layers of a configuration. Raises ConfigError for a kind of layer that cannot be sized."""
+    if layer_count > _MOST_LAYERS:
+        raise fields.fault("num_hidden_layers", layer_count, f"at most {_MOST_LAYERS} layers")
     pattern = fields.optional_text("hybrid_override_pattern")
     if pattern is not None:
         unknown = set(pattern) - set(_PATTERN)
@@ -80,7 +85,7 @@ def _attention_kinds(fields: Fields, layer_count: int) -> list[str]:
     listed = fields.optional_list("layer_types")
     if listed is not None:
         for kind in listed:
-            if kind not in _LAYER_TYPES:
+            if not isinstance(kind, str) or kind not in _LAYER_TYPES:
                 raise fields.fault("layer_types", kind, f"one of {', '.join(_LAYER_TYPES)}")
         if len(listed) < layer_count:
             raise fields.fault("layer_types", listed, f"a kind for each of the {layer_count} layers")
@@ -115,7 +120,10 @@ def _moe_layers(fields: Fields, layer_count: int) -> int:
         return sum(1 for layer in frequency[:layer_count] if layer)
     step = fields.optional_count("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq") or 1
     first = fields.optional_count("first_k_dense_replace", "num_dense_layers") or 0
-    dense = set(fields.optional_list("mlp_only_layers") or [])
+    without = fields.optional_list("mlp_only_layers") or []
+    if not all(isinstance(layer, int) for layer in without):
+        raise fields.fault("mlp_only_layers", without, "a list of whole numbers")
+    dense = set(without)
     if fields.has("interleave_moe_layer_step") or fields.has("decoder_sparse_step"):
         return sum((layer + 1) % step == 0 and layer not in dense and layer >= first for layer in range(layer_count))
     return sum(layer % step == 0 and layer not in dense and layer >= first for layer in range(layer_count))

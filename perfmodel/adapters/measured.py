@@ -74,17 +74,28 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         raise ConfigError(f"{path.name} is no CSV table in UTF-8: {fault}") from fault
 
 
+def keep_input(option: str, out: Path | None, source: Path) -> None:
+    """Raises ConfigError where writing `out` would overwrite `source`, links followed."""
+    if out is None:
+        return
+    same = out.samefile(source) if out.exists() and source.exists() else out.resolve() == source.resolve()
+    if same:
+        raise ConfigError(f"{option} is {out}, the file that is read; expected another one")
+
+
 def configured(row: Mapping[str, str], catalog: Catalog) -> Configuration:
     """The configuration of a row, compute figures borrowed where the catalogue allows. Raises ConfigError."""
     device, assumed = usable_device(catalog, row.get("gpu", ""))
     return configuration(row, device, catalog.model(row.get("model", "")), assumed)
 
 
-def usable_device(catalog: Catalog, name: str) -> tuple[Hardware, tuple[str, ...]]:
-    """The device, and `compute` when its figures are those of another one: its die's, else its generation's nearest."""
+def usable_device(catalog: Catalog, name: str) -> tuple[Hardware, dict[str, str]]:
+    """The device, and `compute` with the name of another one whose figures stand in: its die's, else its generation's
+    nearest in bandwidth.
+    """
     device = catalog.device(name)
     if device.bf16_flop_per_s is not None:
-        return device, ()
+        return device, {}
     twin = catalog.devices.get(device.same_die_as or "")
     if twin is None:
         alike = [
@@ -93,9 +104,9 @@ def usable_device(catalog: Catalog, name: str) -> tuple[Hardware, tuple[str, ...
             if other.generation == device.generation and other.vendor == device.vendor and other.bf16_flop_per_s
         ]
         if not alike or device.kind is not DeviceKind.GPU:
-            return device, ()
+            return device, {}
         twin = min(alike, key=lambda other: abs(math.log(other.memory_bytes_per_s / device.memory_bytes_per_s)))
-    return with_compute(device, twin), ("compute",)
+    return with_compute(device, twin), {"compute": twin.name}
 
 
 def usable_rows(rows: list[dict[str, str]], catalog: Catalog) -> tuple[list[Row], list[Refused]]:

@@ -26,9 +26,12 @@ _LEAST_GROUP_POINTS = 5
 # Candidates of `--choose-shrinkage`: ridge weights relative to the defaults.
 _CANDIDATES = (0.3, 1.0, 3.0)
 
+# Where the columns are said.
+_DATA_HELP = "CSV table of measurements; columns: docs/performance-model.md, 'Columns of `perf estimate`'."
+
 
 def calibrate(
-    data: Annotated[Path, typer.Option("--data", help="CSV table of measurements.")],
+    data: Annotated[Path, typer.Option("--data", help=_DATA_HELP)],
     out: Annotated[Path | None, typer.Option("--out", help="Coefficient file (YAML) to write.")] = None,
     choose: Annotated[
         bool, typer.Option("--choose-shrinkage", help="Choose the shrinkage by leaving out whole (model, GPU) pairs.")
@@ -39,9 +42,11 @@ def calibrate(
     """Fit the performance model to measurements and cross-validate it."""
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.coefficient_file import CoefficientFile, dump_coefficients
-    from perfmodel.adapters.measured import measured, read_rows, usable_rows
+    from perfmodel.adapters.measured import keep_input, measured, read_rows, usable_rows
 
     with guard():
+        keep_input("--out", out, data)
+        keep_input("--plot", plot, data)
         usable, refused = usable_rows(read_rows(data), load_catalog())
         rows = [row for row in map(measured, usable) if row.useful]
         report, whole, answers = _calibrated(rows, refused, choose=choose)
@@ -71,8 +76,10 @@ def _calibrated(
     from dataclasses import replace
 
     from perfmodel import validation
+    from perfmodel.adapters.compiled_code import remember_compiled_loops
     from perfmodel.calibration import Penalties, Scheme
 
+    remember_compiled_loops()
     penalties = Penalties()
     tried: dict[str, float] = {}
     if choose:

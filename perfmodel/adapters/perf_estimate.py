@@ -28,9 +28,12 @@ ADDED = (
     "bound", "assumed", "extrapolated", "error",
 )  # fmt: skip
 
+# Where the columns are said.
+_ROWS_HELP = "CSV table of deployments; columns: docs/performance-model.md, 'Columns of `perf estimate`'."
+
 
 def estimate(
-    rows: Annotated[Path, typer.Option("--rows", help="CSV table, columns as measured_calibration.csv.")],
+    rows: Annotated[Path, typer.Option("--rows", help=_ROWS_HELP)],
     out: Annotated[Path, typer.Option("--out", help="CSV table to write: the input's columns and the predictions.")],
     coefficients: Annotated[
         Path | None, typer.Option("--coefficients", help="A coefficient file of `perf calibrate` (default: shipped).")
@@ -43,15 +46,18 @@ def estimate(
 
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.coefficient_file import load_coefficients
-    from perfmodel.adapters.measured import read_rows
+    from perfmodel.adapters.compiled_code import remember_compiled_loops
+    from perfmodel.adapters.measured import keep_input, read_rows
     from perfmodel.estimate import Known
 
     with guard():
+        keep_input("--out", out, rows)
         table = read_rows(rows)
         catalog = load_catalog()
         fitted = load_coefficients(coefficients)
         known = Known(catalog.devices, catalog.models)
         answers = []
+        remember_compiled_loops()
         with progress("rows", len(table)) as done:
             for row in table:
                 answers.append(answer(row, catalog, fitted, known, seed))
@@ -67,6 +73,7 @@ def estimate(
             "rows": len(table),
             "answered": len(table) - failed,
             "errors": failed,
+            "assumed": sum(1 for added in answers if added["assumed"]),
             "extrapolated": sum(1 for added in answers if added["extrapolated"]),
             "out": str(out),
         }
@@ -74,8 +81,8 @@ def estimate(
             show_json(counts)
         else:
             typer.echo(
-                f"{counts['answered']} of {counts['rows']} rows answered, {counts['extrapolated']} extrapolated, "
-                f"{failed} without facts; written to {out}"
+                f"{counts['answered']} of {counts['rows']} rows answered: {counts['assumed']} with assumptions, "
+                f"{counts['extrapolated']} extrapolated; {failed} errors; written to {out}"
             )
 
 
@@ -92,6 +99,9 @@ def answer(
         made = predict(configured(row, catalog), fitted.coefficients, known, fitted.first_token, seed)
     except PerfModelError as fault:
         added["error"] = str(fault).replace("\n", " ")
+        return added
+    except ArithmeticError as fault:  # figures that no engine has, together: one row must not cost the others
+        added["error"] = f"its figures lead out of range ({fault}); expected those of an engine that can exist"
         return added
     for name, column, figure in (
         ("pred_ttft_ms", "ttft_ms", made.ttft_ms),

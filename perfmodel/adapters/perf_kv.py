@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from perfmodel.hardware import NumberFormat
     from perfmodel.memory import EngineShape
 
+# The formats and the commonest of their other spellings (`hardware.NumberFormat.parse`).
+_FORMATS = "bf16 (also fp16, auto), fp8 (fp8_e4m3), fp4 (nvfp4, mxfp4; 4.5 bits), int8 (w8a8), int4 (awq, gptq)"
+
 # The plot's contexts: powers of two from 1 Ki tokens, with as many steps between as make the bends of windows visible.
 _PLOT_FIRST_TOKENS, _PLOT_STEPS_PER_DOUBLING = 1024, 8
 
@@ -46,12 +49,10 @@ def kv(
     model: Annotated[str, typer.Option(help="Model of the catalogue, or path of a Hugging Face config.json.")],
     context: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")],
     batch: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 1,
-    kv_dtype: Annotated[str, typer.Option(help="KV elements: bf16, fp8, fp4 (NVFP4, 4.5 bits).")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help=f"KV elements: {_FORMATS}.")] = "bf16",
     weight_dtype: Annotated[
         str | None,
-        typer.Option(
-            help="Weights: bf16, fp8, fp4, int8, int4. Default: the published checkpoint's.", show_default=False
-        ),
+        typer.Option(help=f"Weights: {_FORMATS}. Default: the published checkpoint's.", show_default=False),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Device of the catalogue to count.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -75,11 +76,14 @@ def kv(
 
             show_json(asdict(answer))
         else:
-            _show_table(shape, answer, gpu, (context, batch))
+            groups = None
+            if gpu is not None and answer.devices_by_memory is not None:
+                groups = _tensor_groups(_on_device(catalog, shape, gpu)[0], answer.devices_by_memory, (context, batch))
+            _show_table(shape, answer, (gpu, groups), (context, batch))
 
 
 # How a sentence of the catalogue begins when a name is at fault -> the option that was typed.
-_OPTION_OF = {"model is ": "--model is ", "device is ": "--gpu is "}
+_OPTION_OF = {"model is ": "--model is ", "device is ": "--gpu is ", "context_tokens is ": "--context is "}
 
 
 @contextmanager
@@ -145,29 +149,66 @@ def _answer(catalog: Catalog, shape: EngineShape, gpu: str | None, context: int,
 
 
 def _devices(catalog: Catalog, shape: EngineShape, gpu: str, load: tuple[int, int]) -> tuple[int, int]:
+    from perfmodel import memory
+
+    context, batch = load
+    one, marketed = _on_device(catalog, shape, gpu)
+    for_kv = -(-batch * memory.kv_bytes(shape, context) // marketed)
+    return for_kv, memory.device_count_by_memory(one, context, batch, max_batched_tokens=_batched_tokens(one, batch))
+
+
+def _batched_tokens(one: EngineShape, batch: int) -> int:
+    """Tokens of a step: SRAM chips hold a decode step's activations, never a prompt's."""
+    from perfmodel import memory
+
+    return batch if one.hardware.sram else memory.DEFAULT_MAX_BATCHED_TOKENS
+
+
+def _tensor_groups(one: EngineShape, least: int, load: tuple[int, int]) -> int | None:
+    """The fewest devices, at least `least`, that one tensor-parallel group can be and that hold the load; else None.
+
+    Heads divide, the devices are linked, and KV heads that must be copied fit too.
+    """
     from dataclasses import replace
 
     from perfmodel import memory
-    from perfmodel.errors import ConfigError
 
     context, batch = load
+    heads, linked = one.architecture.head_count, one.hardware.scaleup_device_count
+    most = heads if linked == 1 else min(heads, linked)  # 1: the size of the domain is not known
+    tokens = _batched_tokens(one, batch)
+    for count in range(least, most + 1):
+        if heads % count:
+            continue
+        shape = replace(one, tensor_parallel_count=count)
+        if memory.kv_budget_bytes_per_device(shape, max_batched_tokens=tokens) <= 0:
+            continue
+        if memory.largest_batch(shape, context, max_batched_tokens=tokens) >= batch:
+            return count
+    return None
+
+
+def _on_device(catalog: Catalog, shape: EngineShape, gpu: str) -> tuple[EngineShape, int]:
+    """The model on one device of this name, and the bytes that its vendor prints."""
+    from dataclasses import replace
+
+    from perfmodel.errors import ConfigError
+
     usable, marketed = catalog.device_memory_bytes(gpu)
     if usable is None or marketed is None:
         raise ConfigError(f"--gpu {catalog.device_name(gpu)}: its memory size is not known; nothing is guessed for it")
     hardware = replace(shape.hardware, name=catalog.device_name(gpu), memory_bytes=usable, sram=False)
     known = catalog.devices.get(hardware.name)
-    one = replace(shape, hardware=hardware if known is None else known)
-    # SRAM chips hold a decode step's activations, never a prompt's.
-    tokens = batch if one.hardware.sram else memory.DEFAULT_MAX_BATCHED_TOKENS
-    for_kv = -(-batch * memory.kv_bytes(shape, context) // marketed)
-    return for_kv, memory.device_count_by_memory(one, context, batch, max_batched_tokens=tokens)
+    return replace(shape, hardware=hardware if known is None else known), marketed
 
 
-def _show_table(shape: EngineShape, answer: KvAnswer, gpu: str | None, load: tuple[int, int]) -> None:
+def _show_table(
+    shape: EngineShape, answer: KvAnswer, devices: tuple[str | None, int | None], load: tuple[int, int]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    context, batch = load
+    (gpu, groups), (context, batch) = devices, load
     table = Table(title=f"{shape.architecture.name}: {batch:,} x {context:,} tokens", show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -179,10 +220,17 @@ def _show_table(shape: EngineShape, answer: KvAnswer, gpu: str | None, load: tup
     if gpu is not None:
         table.add_row(f"{gpu} for the KV cache alone", f"{answer.devices_for_kv:,}")
         table.add_row(f"{gpu} for weights, cache and runtime", f"{answer.devices_by_memory:,}")
+        if groups is None:
+            table.add_row(f"{gpu} as one tensor-parallel group", "none fits")
+        elif groups != answer.devices_by_memory:
+            table.add_row(f"{gpu} as one tensor-parallel group", f"{groups:,}")
     crossover = answer.crossover_tokens
     table.add_row(
         "KV of one sequence reaches the weights at", "never" if crossover is None else f"{crossover:,} tokens"
     )
+    longest = shape.architecture.max_context_tokens
+    if longest is not None and context > longest:
+        table.add_row("context is above the model's maximum of", f"{longest:,} tokens")
     Console(soft_wrap=True).print(table)
 
 

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from perfmodel.adapters.catalog import Catalog
+    from perfmodel.adapters.offer_prices import OfferPrice
     from perfmodel.adapters.spec_file import SizeSpec
     from perfmodel.pareto import Point
     from perfmodel.serving import Lengths
 
 # Devices of each kind when no spec says how many there are: one full scale-up domain of most vendors.
 _DEVICES = 8
+
+# Said under the table of a mixed fleet: `pareto` matches the rates of its halves, so no prompt waits in its model.
+_NO_QUEUE = "TTFT is one prompt alone: no queue in front of the prefill replicas, no transfer of its KV cache."
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,12 @@ class _Asked:
     spec: SizeSpec
     model: str
     lengths: Lengths
-    priced: frozenset[str]
+    prices: tuple[OfferPrice, ...]
+
+    @property
+    def priced(self) -> frozenset[str]:
+        """Devices whose price is known."""
+        return frozenset(each.name for each in self.prices if each.usd_per_h is not None)
 
 
 def pareto(  # noqa: PLR0913 typer makes one option of each parameter
@@ -78,7 +87,9 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
             if model is None or gpu is None:
                 raise ConfigError("--spec is missing; expected it, or --model and --gpu")
             asked = _of_options(catalog, model, gpu, (isl, osl, cached_ratio), (weight_dtype, kv_dtype))
-        found = _points(asked, catalog, mixed=mixed)
+        with perf_output.progress("engines and batch sizes", 1) as done:
+            found = _points(asked, catalog, mixed=mixed)
+            done(1)
         if plot is not None:
             write_plot(_figure(found, asked), plot)
     if as_json:
@@ -92,36 +103,40 @@ def _of_spec(path: Path, catalog: Catalog) -> _Asked:
 
     spec = read_spec(path, catalog)
     first = spec.periods[0].classes[0]
-    priced = frozenset(offer.name for offer in spec.fleet.offers)
-    return _Asked(spec, first.model, first.demand.lengths, priced)
+    return _Asked(spec, first.model, first.demand.lengths, spec.prices)
 
 
 def _of_options(
     catalog: Catalog, model: str, gpus: str, request: tuple[int, int, float], formats: tuple[str, str]
 ) -> _Asked:
     """A fleet of eight of each named device. Raises ConfigError for an unknown name or length."""
+    from perfmodel.adapters.offer_prices import priced_alike
     from perfmodel.adapters.spec_file import SizeSpec
     from perfmodel.hardware import NumberFormat
     from perfmodel.plan import Choices, Fleet, Offer, PurchaseUnit
     from perfmodel.serving import Lengths
 
     catalog.model(model)
-    offers = []
-    priced = set()
-    for name in dict.fromkeys(part.strip() for part in gpus.split(",") if part.strip()):
-        hardware = catalog.device(name)
-        price = catalog.price(hardware.name)
-        if price.usd_per_h is not None:
-            priced.add(hardware.name)
-        offers.append(Offer(hardware, price.usd_per_h or 1.0, _DEVICES, PurchaseUnit(), hardware.scaleout_bytes_per_s))
+    devices = {
+        catalog.device(part.strip()).name: catalog.device(part.strip()) for part in gpus.split(",") if part.strip()
+    }
+    prices = priced_alike(catalog, list(devices))
+    # An offer must have a price; where none is known the figure is never shown (`_usd`).
+    offers = [
+        Offer(
+            devices[each.name], each.usd_per_h or 1.0, _DEVICES, PurchaseUnit(), devices[each.name].scaleout_bytes_per_s
+        )
+        for each in prices
+    ]
     weights, kv = (tuple(NumberFormat.parse(word) for word in words.split(",")) for words in formats)
     choices = Choices(weight_formats=weights, kv_formats=kv, chunk_tokens=(2048, 8192), max_sequence_count=512)
-    spec = SizeSpec(Fleet(tuple(offers)), choices, (), "vllm", None, 1.0, 0.0)
-    return _Asked(spec, model, Lengths(request[0], request[1], cached_ratio=request[2]), frozenset(priced))
+    spec = SizeSpec(Fleet(tuple(offers)), choices, (), "vllm", None, 1.0, 0.0, prices)
+    return _Asked(spec, model, Lengths(request[0], request[1], cached_ratio=request[2]), prices)
 
 
 def _points(asked: _Asked, catalog: Catalog, *, mixed: bool) -> list[Point]:
     from perfmodel.adapters.coefficient_file import load_coefficients
+    from perfmodel.adapters.compiled_code import remember_compiled_loops
     from perfmodel.adapters.size_report import engine_steps
     from perfmodel.errors import ConfigError
     from perfmodel.fleet_options import engine_options
@@ -135,6 +150,7 @@ def _points(asked: _Asked, catalog: Catalog, *, mixed: bool) -> list[Point]:
     steps = engine_steps(
         asked.spec, load_coefficients().coefficients, asked.lengths.input_tokens + asked.lengths.output_tokens / 2
     )
+    remember_compiled_loops()
     return points(options, asked.lengths, steps, mixed=mixed)
 
 
@@ -144,6 +160,7 @@ def _usd(point: Point, asked: _Asked) -> float | None:
 
 
 def _as_json(found: list[Point], asked: _Asked) -> dict[str, object]:
+    from perfmodel.adapters.offer_prices import prices_json
     from perfmodel.pareto import fronts
 
     return {
@@ -151,10 +168,12 @@ def _as_json(found: list[Point], asked: _Asked) -> dict[str, object]:
         "input_tokens": asked.lengths.input_tokens,
         "output_tokens": asked.lengths.output_tokens,
         "points_considered": len(found),
+        "prices": prices_json(asked.prices),
         "fronts": [
             {
                 "accelerators": list(names),
                 "mixed": len(names) > 1,
+                "ttft_has_prefill_queue": len(names) == 1,
                 "points": [
                     {
                         "engine": point.what,
@@ -177,12 +196,14 @@ def _show(found: list[Point], asked: _Asked) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from perfmodel.adapters.offer_prices import price_words, unknown_words
     from perfmodel.pareto import fronts
 
     console = Console()
     for names, points in fronts(found).items():
         table = Table("tok/s/user", "tok/s/device", "USD/Mtok out", "TTFT ms", "concurrency", "engine")
-        table.title = _front_name(names)
+        own = [each for each in asked.prices if each.name in names]
+        table.title = f"{_front_name(names)} ({price_words(own)})"
         for point in points:
             usd = _usd(point, asked)
             table.add_row(
@@ -194,6 +215,11 @@ def _show(found: list[Point], asked: _Asked) -> None:
                 point.what,
             )
         console.print(table)
+        if len(names) > 1:
+            console.print(_NO_QUEUE)
+    unknown = unknown_words(asked.prices)
+    if unknown is not None:
+        console.print(unknown)
 
 
 def _figure(found: list[Point], asked: _Asked) -> Figure:

@@ -30,6 +30,7 @@ _WINDOW_S = 30.0
 
 
 def simulate(  # noqa: PLR0913 - each is an option of the command
+    ctx: typer.Context,
     *,
     trace: Annotated[Path, typer.Option(help="Trace file (.jsonl or .jsonl.gz).")],
     model: Annotated[str | None, typer.Option(help="Model of the catalogue, or a config.json.")] = None,
@@ -65,15 +66,54 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
         Path | None, typer.Option(help="Draw TTFT and load over time to this .html or .png file.", show_default=False)
     ] = None,
 ) -> None:
-    """Simulate a cluster on a trace: TTFT, TPOT, cache hits and goodput under a routing policy."""
+    """Simulate a cluster on a trace: TTFT, TPOT, cache hits and goodput under a routing policy.
+
+    "Not idle" is the share of the time in which an engine had anything to do; it says nothing about how full it was.
+    """
+    given = tuple(name for option, name in _FIELD_OF.items() if _typed(ctx, option))
     engine = _EngineWords(model, gpu, tp, replicas, dtype, kv_dtype, max_batched_tokens, max_sequences)
     with guard():
+        _check_tier(engines, dram_gb, dram_gb_per_s)
         _run(
             _Request(
                 trace, policy, copies, duration_s, closed_loop, engines, engine, (dram_gb, dram_gb_per_s),
-                (engine_spread, step_noise), (slo_ttft_s, slo_tpot_ms / 1e3), seed, as_json, detail, plot,
+                (engine_spread, step_noise), (slo_ttft_s, slo_tpot_ms / 1e3), seed, as_json, detail, plot, given,
             )
         )  # fmt: skip
+
+
+# Parameter of the command -> field of the engines file that takes its place.
+_FIELD_OF = {
+    "model": "model", "gpu": "gpu", "tp": "tp", "replicas": "count", "dtype": "dtype", "kv_dtype": "kv_dtype",
+    "max_batched_tokens": "max_batched_tokens", "max_sequences": "max_sequences", "dram_gb": "dram_gb",
+    "dram_gb_per_s": "dram_gb_per_s",
+}  # fmt: skip
+
+
+def _typed(ctx: typer.Context, parameter: str) -> bool:
+    """Whether the user gave it, the default's value included."""
+    source = ctx.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _say_ignored(file: Path, given: tuple[str, ...]) -> None:
+    """One line on stderr for options that this file overrules; no refusal, for the command's form allows both."""
+    from perfmodel.adapters.sim_fleet_file import without_effect
+
+    options = {name: f"--{option.replace('_', '-')}" for option, name in _FIELD_OF.items()}
+    ignored = without_effect(file, given)
+    if ignored:
+        names, fields = ", ".join(options[name] for name in ignored), ", ".join(ignored)
+        typer.echo(f"perf: no effect beside --engines: {names} ({file} decides {fields})", err=True)
+
+
+def _check_tier(engines: Path | None, dram_gb: float | None, dram_gb_per_s: float | None) -> None:
+    """Exits 2 for a bandwidth without a memory, and for values that no memory has."""
+    for option, value in (("--dram-gb", dram_gb), ("--dram-gb-per-s", dram_gb_per_s)):
+        if value is not None and not 0 < value < math.inf:
+            fail(f"{option} is {value}; expected a number above 0", 2)
+    if engines is None and dram_gb is None and dram_gb_per_s is not None:
+        fail("--dram-gb-per-s has no effect without --dram-gb; expected both or none", 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +132,10 @@ class _EngineWords:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The command's options. `tier`: GB, GB/s; `hidden`: spread of engines, noise of steps; `slo_s`: TTFT, TPOT."""
+    """The command's options. `tier`: GB, GB/s; `hidden`: spread of engines, noise of steps; `slo_s`: TTFT, TPOT.
+
+    `given`: the engines file's fields whose options were typed.
+    """
 
     trace: Path
     policy: str
@@ -108,6 +151,7 @@ class _Request:
     as_json: bool
     detail: bool
     plot: Path | None
+    given: tuple[str, ...]
 
 
 def _run(asked: _Request) -> None:
@@ -136,6 +180,8 @@ def _run(asked: _Request) -> None:
         words.max_sequences, *asked.tier,
     )  # fmt: skip
     specs = engines_of(kind, asked.engines, load_catalog())
+    if asked.engines is not None:
+        _say_ignored(asked.engines, asked.given)
     workload, count = _workload(asked.trace, (asked.copies, asked.duration_s, asked.seed), asked.closed_loop)
     remember_compiled_code()
     started_s = time.perf_counter()
@@ -148,6 +194,7 @@ def _run(asked: _Request) -> None:
         show_json(_answer(result, wall_s, asked.detail))
     else:
         _show_table(result, asked.policy, wall_s)
+        _show_overload(result, options.slo_ttft_s, asked.closed_loop)
 
 
 def _check_counts(**counts: int) -> None:
@@ -231,19 +278,50 @@ def _show_table(result: SimResult, policy: str, wall_s: float) -> None:
     table = Table(title=f"{policy}: {result.requests:,} requests on {len(result.engines)} engines")
     for column in ("", "mean", "p50", "p95", "p99"):
         table.add_column(column, justify="right" if column else "left")
-    for name, durations in (("TTFT ms", result.ttft), ("TPOT ms", result.tpot), ("end to end ms", result.end_to_end)):
+    for name, durations in (("TTFT", result.ttft), ("TPOT", result.tpot), ("end to end", result.end_to_end)):
         figures = _milliseconds(durations).values()
-        table.add_row(name, *("-" if figure is None else f"{figure:,.1f}" for figure in figures))
+        table.add_row(name, *("-" if figure is None else _duration(figure) for figure in figures))
     console = Console()
     console.print(table)
     busy = [engine.busy_ratio for engine in result.engines]
     shares = (("prefix hits", result.prefix_hit_ratio), ("goodput", result.goodput_ratio))
     lines = [f"{name} {'-' if value is None else f'{value:.1%}'}" for name, value in shares]
-    lines.append(f"engines busy {min(busy):.0%} to {max(busy):.0%}")
+    lines.append(f"engines not idle {min(busy):.0%} to {max(busy):.0%} of the time")
     lines.append(f"{result.output_tok_per_s:,.0f} output tokens/s over {result.sim_s:,.0f} s ({wall_s:.1f} s of work)")
-    if result.refused_count:
-        lines.append(f"{result.refused_count:,} refused: they fit on no engine")
     console.print("; ".join(lines))
+    too_long_count = result.refused_count - result.refused_by_policy_count
+    if too_long_count:
+        typer.echo(f"{too_long_count:,} requests refused: longer than the KV cache of the engine they were sent to")
+    if result.refused_by_policy_count:
+        typer.echo(f"{result.refused_by_policy_count:,} requests refused by the policy {policy}: it picked no engine")
+
+
+def _show_overload(result: SimResult, slo_ttft_s: float, closed_loop: bool) -> None:
+    """One line when the queue grew until the last arrival: then the times above are those of the trace's length."""
+    from perfmodel.simulation import growing_queue
+
+    found = growing_queue(result.timeline, slo_ttft_s)
+    if found is None:
+        return
+    rates = f"{found.arrived_per_s:,.2f} requests/s arrived and {found.ended_per_s:,.2f} ended"
+    less = "sessions" if closed_loop else "copies"
+    typer.echo(
+        f"overloaded: the queue grew until the last arrival ({rates} in the second half), more than the engines carry; "
+        f"TTFT grows with the length of the trace. Try more engines or fewer {less}."
+    )
+
+
+# Milliseconds of 10 s and of 10 min: from there a time reads better in s and in min.
+_SECONDS_FROM_MS, _MINUTES_FROM_MS = 10_000.0, 600_000.0
+
+
+def _duration(value_ms: float) -> str:
+    """A time with the unit that a reader wants."""
+    if value_ms < _SECONDS_FROM_MS:
+        return f"{value_ms:,.1f} ms"
+    if value_ms < _MINUTES_FROM_MS:
+        return f"{value_ms / 1e3:,.1f} s"
+    return f"{value_ms / 60e3:,.1f} min"
 
 
 def _figure(result: SimResult, slo_ttft_s: float, policy: str) -> Figure:

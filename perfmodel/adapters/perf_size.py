@@ -46,7 +46,10 @@ def size(
             check_plot_path(plot)
         catalog = load_catalog()
         asked = read_spec(spec, catalog)
-        answer: Answer = size_report.answered(asked, catalog, flips=flips, check=_check(policy) if check else None)
+        simulation = _check(policy) if check else None
+        answer: Answer = size_report.answered(
+            asked, catalog, flips=flips, check=simulation, progress=perf_output.progress
+        )
         if plot is not None:
             write_plot(size_report.figure(answer), plot)
     if as_json:

@@ -6,8 +6,9 @@ Owns: its options and what it prints. Does not own: the generators (`trace_gener
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +35,30 @@ _OPTION_OF = {
 }
 
 
+# Agents' sessions and bursts have heavy tails, so that a short trace can be far off.
+_RATE_HELP = (
+    "Requests a second, the mean over many traces; a short one of bursts or long sessions can be 20 % below or 50 % "
+    "above. The output shows the rate that came of it beside the asked one."
+)
+# Option that only some profiles read -> those profiles (`trace_generators`: who draws tenants, blocks, arrival times).
+_PROFILES_OF = {
+    "reading": ("agent",),
+    "batch_kind": ("batch",),
+    "tenants": ("chat", "chat-short", "api", "realtime"),
+    "block_tokens": ("agent", "chat", "chat-short", "api", "realtime", "batch"),
+    "curve": ("agent", "chat", "chat-short", "code", "api", "realtime"),
+    "start_day": ("agent", "chat", "chat-short", "code", "api", "realtime"),
+    "start_hour": ("agent", "chat", "chat-short", "code", "api", "realtime"),
+}
+# Options of a trace that is made.
+_MAKING = (
+    "profile", "hours", "rate", "seed", "out", "curve", "start_day", "start_hour", "tenants", "block_tokens", "reading",
+    "batch_kind",
+)  # fmt: skip
+
+
 def trace(  # noqa: PLR0913 typer makes one option of each parameter
+    ctx: typer.Context,
     *,
     stats: Annotated[
         Path | None, typer.Option(help="Print the statistics of this trace file; nothing is made.")
@@ -43,7 +67,7 @@ def trace(  # noqa: PLR0913 typer makes one option of each parameter
         str | None, typer.Option(help="agent, chat, chat-short, code, api, realtime or batch.", show_default=False)
     ] = None,
     hours: Annotated[float, typer.Option(help="Length of the trace.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests a second, the mean over the trace.")] = 1.0,
+    rate: Annotated[float, typer.Option(help=_RATE_HELP)] = 1.0,
     seed: Annotated[int, typer.Option(help="Decides everything that is drawn.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="File to write: .jsonl, or .jsonl.gz for gzip.", show_default=False)
@@ -56,7 +80,8 @@ def trace(  # noqa: PLR0913 typer makes one option of each parameter
     ),
     start_hour: Annotated[float, typer.Option(help="Hour of the trace's first second.")] = 0.0,
     tenants: Annotated[
-        int | None, typer.Option(help="Tenants with Zipf shares (chat, api, realtime). Default: the profile's.")
+        int | None,
+        typer.Option(help="Tenants with Zipf shares (chat, chat-short, api, realtime). Default: the profile's."),
     ] = None,
     block_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a prefix block. Default: the profile's.", show_default=False)
@@ -72,6 +97,7 @@ def trace(  # noqa: PLR0913 typer makes one option of each parameter
     from perfmodel.trace_statistics import statistics
 
     with perf_output.guard():
+        _check_effects([name for name in _MAKING if _typed(ctx, name)], stats, profile)
         if stats is not None:
             _show({"file": str(stats)}, statistics(read_trace(stats)), as_json)
             return
@@ -79,13 +105,44 @@ def trace(  # noqa: PLR0913 typer makes one option of each parameter
             perf_output.fail("--profile is missing; expected a kind of traffic, or --stats FILE", 2)
         if out is None:
             perf_output.fail("--out is missing; expected the file to write", 2)
-        demand = _demand(
-            {"profile": profile, "curve": curve, "start_day": start_day, "reading": reading, "batch_kind": batch_kind},
-            {"hours": hours, "rate_per_s": rate, "seed": seed, "start_hours": start_hour, "tenant_count": tenants,
-             "block_tokens": block_tokens},
-        )  # fmt: skip
+        words = {"profile": profile, "curve": curve, "start_day": start_day, "reading": reading}
+        numbers: dict[str, Any] = {"hours": hours, "rate_per_s": rate, "seed": seed, "start_hours": start_hour}
+        numbers |= {"tenant_count": tenants, "block_tokens": block_tokens}
+        demand = _demand(words | {"batch_kind": batch_kind}, numbers)
         made = _write(demand, out)
-        _show({"file": str(out), "profile": demand.profile.value, "seed": seed}, statistics(made), as_json)
+        facts = {"file": str(out), "profile": demand.profile.value, "seed": seed, "asked_rate_per_s": rate}
+        _show(facts, statistics(made), as_json)
+
+
+def _typed(ctx: typer.Context, parameter: str) -> bool:
+    """Whether the user gave it, the default's value included."""
+    source = ctx.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_effects(given: list[str], stats: Path | None, profile: str | None) -> None:
+    """Raises ConfigError for an option that would change nothing, naming what stands against it."""
+    from perfmodel.errors import ConfigError
+    from perfmodel.trace_generators import Profile
+
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if stats is not None:
+            raise ConfigError(f"{option} has no effect beside --stats, which only reads; expected one of the two")
+        readers = _PROFILES_OF.get(name)
+        if readers is not None and profile in list(Profile) and profile not in readers:
+            raise ConfigError(f"{option} has no effect with --profile {profile}; it is read by {', '.join(readers)}")
+
+
+def _one_of(option: str, value: str, known: Sequence[str]) -> str:
+    """`value` when it is one of `known`; else ConfigError with all of them, the closest first."""
+    from perfmodel.errors import ConfigError
+
+    if value in known:
+        return value
+    likeness = {name: SequenceMatcher(None, value, name).ratio() for name in known}
+    order = sorted(known, key=lambda name: -likeness[name])
+    raise ConfigError(f"{option} is {value!r}; expected one of {', '.join(order)}")
 
 
 def _demand(words: dict[str, str | None], numbers: dict[str, Any]) -> Demand:
@@ -99,10 +156,10 @@ def _demand(words: dict[str, str | None], numbers: dict[str, Any]) -> Demand:
         if value is None:
             return None
         names = [str(each.value) for each in known]
-        return known(perf_output.one_of(f"--{option}", value, names))
+        return known(_one_of(f"--{option}", value, names))
 
     profile = chosen("profile", Profile, words["profile"])
-    day = perf_output.one_of("--start-day", (words["start_day"] or "").lower(), _DAYS)
+    day = _one_of("--start-day", (words["start_day"] or "").lower(), _DAYS)
     try:
         return Demand(
             profile=profile,
@@ -126,6 +183,8 @@ def _write(demand: Demand, out: Path) -> Trace:
 
     if out.suffix not in (".gz", ".jsonl"):
         raise ConfigError(f"--out is {out}; expected a file name that ends in .jsonl or .jsonl.gz")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out is {out}; there is no folder {out.parent}")
     kept: list[Trace] = []
     expected = max(1, round(demand.rate_per_s * demand.end_s))
     with perf_output.progress("writing requests", expected) as done:
@@ -151,8 +210,17 @@ def _without_blocks(trace: Trace) -> Trace:
     return replace(trace, blocks=trace.blocks[:0], block_offsets=trace.block_offsets * 0, block_tokens=0)
 
 
+def _beside(names: list[str], moved: str, after: str) -> list[str]:
+    """The names with `moved` behind `after`."""
+    rest = [name for name in names if name != moved]
+    place = rest.index(after) + 1
+    return [*rest[:place], moved, *rest[place:]]
+
+
 def _show(facts: dict[str, Any], found: TraceStatistics, as_json: bool) -> None:
     values = facts | asdict(found)
+    if "asked_rate_per_s" in values:  # beside the rate that came of it
+        values = {name: values[name] for name in _beside(list(values), "asked_rate_per_s", "rate_per_s")}
     if as_json:
         perf_output.show_json(values)
         return

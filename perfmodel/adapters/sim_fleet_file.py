@@ -11,7 +11,7 @@ Owns: the file's keys and units, their defaults and one sentence for what is wro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,6 +32,7 @@ _TEXTS = ("pool", "model", "gpu", "dtype", "kv_dtype", "role", "zone")
 _COUNTS = ("tp", "count", "max_batched_tokens", "max_sequences")
 _NUMBERS = ("slow_ratio", "dram_gb", "dram_gb_per_s", "transfer_gb_per_s", "transfer_ms")
 _FLAGS = ("layerwise",)
+_ROLES = ("both", "prefill", "decode")
 # Bytes of a gigabyte, as links and memories are sold.
 _GB = 1e9
 
@@ -52,11 +53,25 @@ class EngineOptions:
     dram_gb_per_s: float | None = None
 
 
+def without_effect(file: Path, given: Collection[str]) -> tuple[str, ...]:
+    """Those of the `given` fields (names as in the file) that the command's options cannot change beside this file.
+
+    `count` always; another field where every engine of the file has its own. Raises as `engines_of` does.
+    """
+    entries = _entries(file)
+    return tuple(name for name in given if name == "count" or all(name in entry for entry in entries))
+
+
 def engines_of(options: EngineOptions, file: Path | None, catalog: Catalog) -> tuple[EngineSpec, ...]:
     """The engines of the file, or those of the options. Raises ConfigError, OSError."""
     maker = _Maker(options, catalog)
     if file is None:
-        return (maker.spec({"pool": "pool", "count": options.replica_count}, "--replicas"),)
+        return (maker.spec({"pool": "pool", "count": options.replica_count}, None),)
+    return tuple(maker.spec(entry, f"{file}, engine {number}") for number, entry in enumerate(_entries(file), 1))
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    """The entries of the file; their fields are not checked yet."""
     try:
         content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as fault:
@@ -66,12 +81,10 @@ def engines_of(options: EngineOptions, file: Path | None, catalog: Catalog) -> t
     entries = content.get("engines") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{file}: engines is {_short(entries)}; expected a list of at least one engine")
-    specs = []
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict):
             raise ConfigError(f"{file}: engine {number} is {_short(entry)}; expected fields such as gpu and count")
-        specs.append(maker.spec(entry, f"{file}, engine {number}"))
-    return tuple(specs)
+    return entries
 
 
 class _Maker:
@@ -83,8 +96,11 @@ class _Maker:
         self._coefficients = load_coefficients().coefficients
         self._tables: dict[tuple[Any, ...], StepTable] = {}
 
-    def spec(self, entry: Mapping[str, Any], where: str) -> EngineSpec:
-        """The engines of one entry. Raises ConfigError that names where, the field and what was expected."""
+    def spec(self, entry: Mapping[str, Any], where: str | None) -> EngineSpec:
+        """The engines of one entry; `where` is None for those of the options.
+
+        Raises ConfigError that names the field or option and what was expected.
+        """
         _check_fields(entry, where)
         options = self._options
         batched = _count(entry, "max_batched_tokens", where, options.max_batched_tokens)
@@ -92,7 +108,8 @@ class _Maker:
         try:
             capacity_tokens = memory.kv_capacity_tokens(shape, max_batched_tokens=batched)
         except ConfigError as fault:
-            raise ConfigError(f"{where}: {fault}") from None
+            deciding = ", ".join(_said(name, None if where is None else "") for name in ("gpu", "tp", "dtype"))
+            raise ConfigError(f"{'' if where is None else f'{where}: '}{fault} ({deciding} decide it)") from None
         per_token_bytes = memory.kv_bytes(shape, _CONTEXT_TOKENS) / _CONTEXT_TOKENS
         return EngineSpec(
             pool=str(entry.get("pool", "pool")),
@@ -110,20 +127,24 @@ class _Maker:
             hand_over=_hand_over(entry, where, shape),
         )
 
-    def _shape(self, entry: Mapping[str, Any], where: str) -> EngineShape:
+    def _shape(self, entry: Mapping[str, Any], where: str | None) -> EngineShape:
         options, catalog = self._options, self._catalog
         gpu, model = entry.get("gpu", options.gpu), entry.get("model", options.model)
         for name, value in (("gpu", gpu), ("model", model)):
             if value is None:
-                raise ConfigError(f"{where}: {name} is missing; expected a name of the catalogue, or --{name}")
-        device, architecture = catalog.device(str(gpu)), catalog.model(str(model))
-        return EngineShape(
-            device,
-            architecture,
-            _count(entry, "tp", where, options.tensor_parallel_count),
-            NumberFormat.parse(str(entry.get("dtype", options.weight_format))),
-            NumberFormat.parse(str(entry.get("kv_dtype", options.kv_format))),
-        )
+                also = "" if where is None else f", or --{name}"
+                raise ConfigError(f"{_said(name, where)} is missing; expected a name of the catalogue{also}")
+        tensor_parallel_count = _count(entry, "tp", where, options.tensor_parallel_count)
+        try:
+            return EngineShape(
+                catalog.device(str(gpu)),
+                catalog.model(str(model)),
+                tensor_parallel_count,
+                NumberFormat.parse(str(entry.get("dtype", options.weight_format))),
+                NumberFormat.parse(str(entry.get("kv_dtype", options.kv_format))),
+            )
+        except ConfigError as fault:
+            raise ConfigError(f"{'' if where is None else f'{where}: '}{fault}") from None
 
     def _table(self, shape: EngineShape, batched_tokens: int) -> StepTable:
         key = (
@@ -134,13 +155,16 @@ class _Maker:
             self._tables[key] = StepModel(shape, self._coefficients).table(batched_tokens)
         return self._tables[key]
 
-    def _tier(self, entry: Mapping[str, Any], where: str) -> LowerTier | None:
+    def _tier(self, entry: Mapping[str, Any], where: str | None) -> LowerTier | None:
         capacity_gb = _number(entry, "dram_gb", where) or self._options.dram_gb
         if capacity_gb is None:
             return None
         bandwidth = _number(entry, "dram_gb_per_s", where) or self._options.dram_gb_per_s
         if bandwidth is None:
-            raise ConfigError(f"{where}: dram_gb_per_s is missing; expected the bandwidth of a restore beside dram_gb")
+            raise ConfigError(
+                f"{_said('dram_gb_per_s', where)} is missing; expected the bandwidth of a restore beside "
+                f"{_said('dram_gb', None if where is None else '')}"
+            )
         return LowerTier(capacity_gb * _GB, bandwidth * _GB)
 
 
@@ -148,7 +172,12 @@ class _Maker:
 _CONTEXT_TOKENS = 8192
 
 
-def _hand_over(entry: Mapping[str, Any], where: str, shape: EngineShape) -> HandOver | None:
+def _said(name: str, where: str | None) -> str:
+    """A field as the reader knows it: the option (`where` None), or the field of the file at `where` ("": here)."""
+    return f"--{name.replace('_', '-')}" if where is None else f"{where}: {name}" if where else name
+
+
+def _hand_over(entry: Mapping[str, Any], where: str | None, shape: EngineShape) -> HandOver | None:
     bandwidth = _number(entry, "transfer_gb_per_s", where)
     if bandwidth is None:
         if entry.get("role") == "prefill":
@@ -158,7 +187,7 @@ def _hand_over(entry: Mapping[str, Any], where: str, shape: EngineShape) -> Hand
     return HandOver(bandwidth * _GB, (_number(entry, "transfer_ms", where) or 0.0) / 1e3, layers)
 
 
-def _check_fields(entry: Mapping[str, Any], where: str) -> None:
+def _check_fields(entry: Mapping[str, Any], where: str | None) -> None:
     known = (*_TEXTS, *_COUNTS, *_NUMBERS, *_FLAGS)
     for name, value in entry.items():
         if name not in known:
@@ -168,21 +197,23 @@ def _check_fields(entry: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {name} is {_short(value)}; expected a name")
         if name in _FLAGS and not isinstance(value, bool):
             raise ConfigError(f"{where}: {name} is {_short(value)}; expected true or false")
+    if entry.get("role", "both") not in _ROLES:
+        raise ConfigError(f"{where}: role is {_short(entry['role'])}; expected one of {', '.join(_ROLES)}")
 
 
-def _count(entry: Mapping[str, Any], name: str, where: str, default: int) -> int:
+def _count(entry: Mapping[str, Any], name: str, where: str | None, default: int) -> int:
     value = entry.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{where}: {name} is {_short(value)}; expected an integer of at least 1")
+        raise ConfigError(f"{_said(name, where)} is {_short(value)}; expected an integer of at least 1")
     return value
 
 
-def _number(entry: Mapping[str, Any], name: str, where: str) -> float | None:
+def _number(entry: Mapping[str, Any], name: str, where: str | None) -> float | None:
     value = entry.get(name)
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{where}: {name} is {_short(value)}; expected a number above 0")
+        raise ConfigError(f"{_said(name, where)} is {_short(value)}; expected a number above 0")
     return float(value)
 
 

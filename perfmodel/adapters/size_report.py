@@ -6,11 +6,14 @@ Owns: the keys of the answer and its wording. Does not own: any figure in it (`s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
+from perfmodel.adapters.offer_prices import price_words, prices_json
 from perfmodel.adapters.spec_file import Period, SizeSpec
 from perfmodel.coefficients import Band, Coefficients
 from perfmodel.estimate import Known
@@ -29,8 +32,14 @@ from perfmodel.step_time import StepModel
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+# Shows a step while it runs: called with what is done, it gives what to call when parts of it are done.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
 # Rejections shown in the table on a terminal; the JSON has all.
 _SHOWN_REJECTIONS = 12
+
+# Says what the second line of the figures' cells is.
+_BANDS = "second line: 80 % band of the model's error; goodput: what it is at the far ends of the other two"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +64,8 @@ class Answer:
     sentence: str | None
 
 
-def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | None) -> Answer:
-    """Search every period. The first period that nothing fits ends it with its sentence."""
+def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | None, progress: Progress) -> Answer:
+    """Search every period, each step shown by `progress`; the first that nothing fits ends it with its sentence."""
     context = max(
         each.demand.input_tokens + each.demand.output_tokens / 2 for period in spec.periods for each in period.classes
     )
@@ -76,8 +85,10 @@ def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | No
             check,
             memory=Memory(),
         )
-        sized = size(problem)
-        answer = _period_answer(period, problem, sized, flips=flips)
+        with progress(f"{period.name}: searching the cheapest plan", 1):
+            sized = size(problem)
+        with progress(f"{period.name}: what would change the plan", 1):
+            answer = _period_answer(period, problem, sized, flips=flips)
         answers.append(replace(answer, certainties=_certainties(answer, coefficients, catalog)))
         if sized.impossible is not None:
             where = "" if len(spec.periods) == 1 else f"{period.name}: "
@@ -166,6 +177,7 @@ def as_json(answer: Answer) -> dict[str, object]:
             "considered": sum(each.sized.considered_count for each in answer.periods),
             "feasible": sum(each.sized.feasible_count for each in answer.periods),
         },
+        "prices": prices_json(answer.spec.prices),
     }
 
 
@@ -338,6 +350,7 @@ def show(answer: Answer) -> None:
     from rich.console import Console
 
     console = Console()
+    console.print(f"Prices: {price_words(answer.spec.prices)}")
     for each in answer.periods:
         _show_period(console, each, titled=len(answer.periods) > 1)
     for before, after, change in answer.moves:
@@ -363,15 +376,11 @@ def _show_period(console: object, answer: PeriodAnswer, *, titled: bool) -> None
         f"\n[bold]{title}{plan.usd_per_h:.2f} USD/h[/bold] for {bought}"
         + ("" if plan.watts is None else f", {plan.watts / 1000:.1f} kW")
     )
-    table = Table("classes", "pool", "replicas", "engine", "TTFT", "TPOT", "goodput")
-    for found in plan.candidates:
-        told = found.predicted
+    table = Table("classes", "pool", "replicas", "engine", "TTFT", "TPOT", "goodput", caption=_BANDS)
+    for found, sure in zip(plan.candidates, answer.certainties, strict=True):
+        figures = _figures(answer.period, found, sure)
         for place, pool in enumerate(found.pools):
-            shown = (
-                (f"{told.ttft_percentile_ms:.0f} ms", f"{told.tpot_percentile_ms:.1f} ms", f"{told.goodput_ratio:.3f}")
-                if place == 0
-                else ("", "", "")
-            )
+            shown = figures if place == 0 else ("", "", "")
             spare = f" + {pool.spare_count} spare" if pool.spare_count else ""
             table.add_row(
                 ", ".join(found.classes) if place == 0 else "",
@@ -394,6 +403,23 @@ def _show_period(console: object, answer: PeriodAnswer, *, titled: bool) -> None
     console.print(f"Rejected ({answer.sized.feasible_count} of {answer.sized.considered_count} candidates would do):")
     for each in answer.sized.rejections[:_SHOWN_REJECTIONS]:
         console.print(f"  {each.reason}: {each.what} ({each.detail})", highlight=False)
+
+
+def _figures(period: Period, found: Candidate, sure: Certainty | None) -> tuple[str, str, str]:
+    """Three cells: TTFT, TPOT and goodput, each with its band on a second line; latencies say their percentile."""
+    told = found.predicted
+    shares = {each.slo.percentile_ratio for each in period.classes if each.name in found.classes}
+    percentile = "/".join(f"p{share * 100:g}" for share in sorted(shares))
+    ttft = f"{percentile} {told.ttft_percentile_ms:.0f} ms"
+    tpot = f"{percentile} {told.tpot_percentile_ms:.1f} ms"
+    goodput = f"{told.goodput_ratio:.3f}"
+    if sure is None:
+        return f"{ttft}\nno band", f"{tpot}\nno band", f"{goodput}\nno band"
+    low, high = (told.ttft_percentile_ms * ratio for ratio in (sure.ttft.low_ratio, sure.ttft.high_ratio))
+    ttft += f"\n{low:.0f} to {high:.0f}"
+    low, high = (told.tpot_percentile_ms * ratio for ratio in (sure.tpot.low_ratio, sure.tpot.high_ratio))
+    tpot += f"\n{low:.1f} to {high:.1f}"
+    return ttft, tpot, f"{goodput}\n{sure.goodput_low_ratio:.3f} to {sure.goodput_high_ratio:.3f}"
 
 
 def _engine_words(pool: PoolPlan) -> str:

@@ -8,7 +8,7 @@ is refused with the closest known one, because a mistyped limit that is ignored 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,6 +18,7 @@ from typing import TypeVar
 import yaml
 
 from perfmodel.adapters.catalog import Catalog
+from perfmodel.adapters.offer_prices import SPEC_KIND, OfferPrice, is_rented, shared_kind
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import Hardware, NumberFormat
 from perfmodel.plan import (
@@ -68,6 +69,7 @@ class SizeSpec:
     era: str | None
     weight_load_bytes_per_s: float
     warm_up_s: float
+    prices: tuple[OfferPrice, ...] = ()
 
 
 def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
@@ -79,7 +81,8 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
     root = Section("", content)
     classes = _classes(root, catalog)
-    fleet = Fleet(_offers(root, catalog), _racks(root), _spare(root))
+    offers, prices = _offers(root, catalog)
+    fleet = Fleet(offers, _racks(root), _spare(root))
     spec = SizeSpec(
         fleet=fleet,
         choices=_choices(root),
@@ -88,6 +91,7 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         era=root.text("era", "") if root.has("era") else None,
         weight_load_bytes_per_s=root.number("weight_load_gb_per_s", _WEIGHT_LOAD_BYTES_PER_S / 1e9, above=0) * 1e9,
         warm_up_s=root.number("warm_up_s", _WARM_UP_S, least=0),
+        prices=prices,
     )
     root.finish()
     return spec
@@ -347,18 +351,41 @@ def _scaled(each: TrafficClass, ratio: float) -> TrafficClass:
     )
 
 
-def _offers(root: Section, catalog: Catalog) -> tuple[Offer, ...]:
+def _offers(root: Section, catalog: Catalog) -> tuple[tuple[Offer, ...], tuple[OfferPrice, ...]]:
     section = root.section("accelerators")
-    offers = []
-    for name in section.names():
-        own = section.section(name)
+    owns = {name: section.section(name) for name in section.names()}
+    kind = _kind_for_the_others(owns, catalog)
+    offers, prices = [], []
+    for name, own in owns.items():
         hardware = catalog.device(name)
-        offers.append(_offer(own, hardware, catalog))
+        price = _price(own, hardware, catalog, kind)
+        offers.append(_offer(own, hardware, price.usd_per_h or 0.0))
+        prices.append(price)
         own.finish()
-    return tuple(offers)
+    return tuple(offers), tuple(prices)
 
 
-def _offer(section: Section, hardware: Hardware, catalog: Catalog) -> Offer:
+def _kind_for_the_others(owns: Mapping[str, Section], catalog: Catalog) -> PriceKind | None:
+    """The kind of price of devices that say none: what the others say, if that is one kind, else what all of them have.
+
+    None: each says its own, or one of them has no price at all, which its own check then says.
+    """
+    silent = [
+        catalog.device(name).name
+        for name, own in owns.items()
+        if not (own.has("usd_per_h") or own.has("price") or own.has("owned"))
+    ]
+    if not all(is_rented(catalog, name) for name in silent):
+        return None
+    said = {
+        one_of(own.at("price"), own.raw("price"), PriceKind)
+        for own in owns.values()
+        if own.has("price") and not own.has("usd_per_h")
+    }
+    return shared_kind(catalog, silent, tuple(said)) if len(said) == 1 else shared_kind(catalog, silent)
+
+
+def _offer(section: Section, hardware: Hardware, usd_per_h: float) -> Offer:
     unit = PurchaseUnit()
     if section.has("unit"):
         own = section.section("unit")
@@ -373,7 +400,7 @@ def _offer(section: Section, hardware: Hardware, catalog: Catalog) -> Offer:
         network = section.number("network_gb_per_s", above=0) * 1e9
     return Offer(
         hardware=hardware,
-        usd_per_h=_usd_per_h(section, hardware, catalog),
+        usd_per_h=usd_per_h,
         inventory_count=section.whole("inventory", least=0),
         unit=unit,
         scaleout_bytes_per_s=network,
@@ -384,11 +411,11 @@ def _unit_watts(hardware: Hardware, devices: int) -> float | None:
     return None if hardware.all_in_w is None else hardware.all_in_w * devices
 
 
-def _usd_per_h(section: Section, hardware: Hardware, catalog: Catalog) -> float:
-    """The spec's own price, else the catalogue's of the kind that `price` names (or the first that is known)."""
+def _price(section: Section, hardware: Hardware, catalog: Catalog, shared: PriceKind | None) -> OfferPrice:
+    """The spec's own price, else the catalogue's of the kind that `price` names (or of the kind that all share)."""
     if section.has("usd_per_h"):
-        return section.number("usd_per_h", above=0)
-    kind = None
+        return OfferPrice(hardware.name, SPEC_KIND, section.number("usd_per_h", above=0))
+    kind = None if section.has("owned") else shared
     if section.has("price"):
         kind = one_of(section.at("price"), section.raw("price"), PriceKind)
     ownership = _ownership(section) if section.has("owned") else None
@@ -401,7 +428,7 @@ def _usd_per_h(section: Section, hardware: Hardware, catalog: Catalog) -> float:
             f"{section.at('usd_per_h')} is missing and the catalogue has no {found.kind} price of {hardware.name}; "
             f"expected USD per device and hour there, or {where}{' and '.join(found.missing)}"
         )
-    return found.usd_per_h
+    return OfferPrice(hardware.name, str(found.kind), found.usd_per_h)
 
 
 def _ownership(section: Section) -> Ownership:

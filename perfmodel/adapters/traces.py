@@ -32,6 +32,8 @@ _INT32_MAX = 2**31 - 1
 _TIME_DIGITS, _THINK_DIGITS = 6, 3
 
 _FIELDS = ("t", "session", "isl", "osl", "blocks", "block_tokens", "tier")
+# Keys without which a line says nothing: another format has none or few of them.
+_NEEDED = frozenset({"t", "isl", "osl", "tier"})
 _TIER_CODES = {tier.label: int(tier) for tier in Tier}
 
 
@@ -90,6 +92,11 @@ def write_trace(parts: Trace | Iterable[Trace], path: Path) -> int:
             else:
                 count = _write(pieces, file)
         unfinished.replace(path)
+    except OSError as fault:
+        if fault.filename != str(unfinished):
+            raise
+        # The caller knows the name that it gave, not the one of the unfinished file.
+        raise OSError(fault.errno, fault.strerror, str(path)) from None
     finally:
         unfinished.unlink(missing_ok=True)
     return count
@@ -154,6 +161,8 @@ class _Rows:
             raise ConfigError(f"line {number}: it is no JSON ({fault}); expected an object with isl and osl") from None
         if not isinstance(record, dict):
             raise ConfigError(f"line {number}: it is {_short(record)}; expected an object with {', '.join(_FIELDS)}")
+        if not record.keys() >= _NEEDED:
+            raise ConfigError(f"line {number}: {_other_format(record)}")
         self.arrival_s.append(_number(record, "t", number))
         self.session.append(self._session(record, number))
         self.input_tokens.append(_count(record, "isl", number))
@@ -210,6 +219,13 @@ def _checked(rows: _Rows, first_line: int, last_s: float) -> Trace:
             "expected requests sorted by t"
         )
     return trace
+
+
+def _other_format(record: dict[str, Any]) -> str:
+    """What a line lacks, what it has, and what a line of a trace has."""
+    missing = ", ".join(name for name in _FIELDS if name in _NEEDED - record.keys())
+    found = ", ".join(str(name)[:20] for name in list(record)[:8]) or "nothing"
+    return f"{missing} missing; expected an object with {', '.join(_FIELDS)}; it has {found}"
 
 
 def _number(record: dict[str, Any], name: str, number: int) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from perfmodel.adapters import perf_output
 from perfmodel.adapters.catalog import load_catalog
 from perfmodel.adapters.compiled_code import remember_compiled_code
 from perfmodel.adapters.size_report import Answer, answered
@@ -152,9 +153,11 @@ def main() -> int:
     spec = read_spec(spec_path, catalog)
     remember_compiled_code()
     check = simulated(least_requests)
-    answered(spec, catalog, flips=False, check=check)  # compiles, or loads what was compiled
+    answered(
+        spec, catalog, flips=False, check=check, progress=perf_output.progress
+    )  # compiles, or loads what was compiled
     start, busy = time.perf_counter(), time.process_time()
-    answer: Answer = answered(spec, catalog, flips=False, check=check)
+    answer: Answer = answered(spec, catalog, flips=False, check=check, progress=perf_output.progress)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - busy
     sized = answer.periods[0].sized
     plan = sized.plan

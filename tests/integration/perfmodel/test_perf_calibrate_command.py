@@ -83,6 +83,15 @@ def test_a_table_is_fitted_reported_plotted_and_written(tmp_path: Path) -> None:
     assert again.read_bytes() == out.read_bytes()
 
 
+def test_the_measurements_are_never_overwritten(tmp_path: Path) -> None:
+    path = table(tmp_path / "in.csv")
+    before = path.read_bytes()
+    done = CliRunner().invoke(APP, ["perf", "calibrate", "--data", str(path), "--out", str(path)])
+    assert done.exit_code == 2
+    assert "the file that is read" in done.stderr
+    assert path.read_bytes() == before
+
+
 def test_a_table_without_usable_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from perfmodel.adapters.perf_cli import register
+from perfmodel.adapters.perf_estimate import ADDED
+from perfmodel.configuration import Scenario
+from perfmodel.step_time import Bound
 
 APP = typer.Typer()
 register(APP)
@@ -73,7 +78,9 @@ def test_each_row_is_answered_with_a_band_or_refused_in_a_sentence(tmp_path: Pat
             assert 0 < low <= middle <= high
         assert answer["bound"] in {"compute", "weights", "kv_cache", "collectives", "overhead"}
     assert answers[0]["extrapolated"] == ""
-    assert set(answers[3]["assumed"].split(";")) == {"weight_dtype", "kv_dtype", "isl", "tp", "concurrency"}
+    assumed = dict(word.partition("=")[::2] for word in answers[3]["assumed"].split(";"))
+    assert float(assumed.pop("concurrency")) > 1
+    assert assumed == {"weight_dtype": "fp8", "kv_dtype": "bf16", "isl": "294", "tp": "2"}
     assert answers[4]["extrapolated"].startswith("nearest calibrated group: gpt-oss-120b on ")
     assert "'H300'" in answers[5]["error"]
     assert "closest" in answers[5]["error"]
@@ -106,7 +113,55 @@ def test_an_assumed_input_widens_the_band(tmp_path: Path) -> None:
     answers = answered(tmp_path, [said, {**said, "isl": ""}])
     widths = [float(answer["tpot_ms_p90"]) / float(answer["tpot_ms_p10"]) for answer in answers]
     assert widths[1] > widths[0]
-    assert "isl" in answers[1]["assumed"].split(";")
+    assert "isl=1024" in answers[1]["assumed"].split(";")
+
+
+def test_weights_that_do_not_fit_are_answered_named_and_wider(tmp_path: Path) -> None:
+    big = {**DENSE, "model": "Llama-3.1-405B", "kv_dtype": "fp8", "lengths": "fixed"}
+    offered = {**big, "scenario": "mlperf_server", "request_rate": "1"}
+    answers = answered(
+        tmp_path, [{**big, "n_gpus": "8", "tp": "8"}, big, {**offered, "n_gpus": "8", "tp": "8"}, offered]
+    )
+    assert [answer["assumed"] for answer in answers] == ["", "memory", "", "memory"]
+    widths = [float(answer["tpot_ms_p90"]) / float(answer["tpot_ms_p10"]) for answer in answers]
+    assert widths[1] > widths[0]
+    assert widths[3] > widths[2]
+
+
+@pytest.mark.parametrize("link", ["same", "symbolic", "hard"])
+def test_the_input_is_never_overwritten(tmp_path: Path, link: str) -> None:
+    rows = write(tmp_path / "in.csv", [dict(DENSE)])
+    before, out = rows.read_bytes(), tmp_path / "out.csv"
+    if link == "symbolic":
+        out.symlink_to(rows)
+    elif link == "hard":
+        out.hardlink_to(rows)
+    else:
+        out = tmp_path / "." / "in.csv"
+    done = CliRunner().invoke(APP, ["perf", "estimate", "--rows", str(rows), "--out", str(out)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"perf: --out is {out}, the file that is read; expected another one\n"
+    assert rows.read_bytes() == before
+
+
+def test_the_counts_say_assumptions_extrapolations_and_errors(tmp_path: Path) -> None:
+    rows = write(tmp_path / "in.csv", [dict(row) for row in ROWS])
+    arguments = ["perf", "estimate", "--rows", str(rows), "--out", str(tmp_path / "out.csv")]
+    counts = json.loads(CliRunner().invoke(APP, [*arguments, "--json"]).stdout)
+    assert {name: counts[name] for name in ("rows", "answered", "errors", "assumed")} == {
+        "rows": 9, "answered": 5, "errors": 4, "assumed": 5,
+    }  # fmt: skip
+    said = CliRunner().invoke(APP, arguments).stdout
+    assert f"5 of 9 rows answered: 5 with assumptions, {counts['extrapolated']} extrapolated; 4 errors;" in said
+
+
+def test_every_added_column_and_rule_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs/performance-model.md").read_text(encoding="utf-8")
+    section = text.partition("## Columns of `perf estimate` and `perf calibrate`")[2].partition("\n## ")[0]
+    words = set(re.findall(r"`([^`]+)`", section))
+    added = {name for name in ADDED if not name.startswith(("tpot_ms_", "output_tok_s_"))}
+    read = set(INPUTS) - {"split", "ttft_statistic"}
+    assert added | read | set(Scenario) | set(Bound) <= words
 
 
 @pytest.mark.parametrize(

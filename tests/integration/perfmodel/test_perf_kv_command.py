@@ -130,6 +130,25 @@ def test_a_count_that_cannot_be_names_its_option(option: str, value: str) -> Non
     assert option in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--context", "131072"), ["tensor-parallel group │ 4 │"]),
+        (("--context", "131073"), ["tensor-parallel group │ 4 │", "above the model's maximum of │ 131,072 tokens │"]),
+        (("--context", "1000"), []),
+        (("--context", "131072", "--batch", "64"), ["tensor-parallel group │ none fits │"]),
+    ],
+)
+def test_the_table_says_usable_groups_and_too_long_contexts(arguments: tuple[str, ...], words: list[str]) -> None:
+    done = run("--model", "Llama-3.1-70B", "--gpu", "H100-SXM-80GB", *arguments)
+    assert done.returncode == 0, done.stderr
+    flat = " ".join(done.stdout.split())
+    assert [word for word in words if word not in flat] == []
+    assert ("tensor-parallel group" in flat, "maximum" in flat) == (
+        any("group" in word for word in words), any("maximum" in word for word in words),
+    )  # fmt: skip
+
+
 def test_the_table_and_the_plot_show_the_crossing(tmp_path: Path) -> None:
     plot = tmp_path / "kv.html"
     done = run("--model", "Qwen3-Next-80B-A3B", "--context", "100000", "--gpu", "b200", "--plot", str(plot))

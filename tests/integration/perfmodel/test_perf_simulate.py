@@ -108,7 +108,49 @@ def test_closed_loop_and_a_longer_play(trace: Path) -> None:
 def test_a_table_for_people(trace: Path) -> None:
     result = run(trace)
     assert result.exit_code == 0
-    assert "TTFT ms" in result.stdout and "goodput" in result.stdout
+    assert "TTFT" in result.stdout and "goodput" in result.stdout and "engines not idle" in result.stdout
+    assert "overloaded" not in result.stdout and "refused" not in result.stdout
+
+
+def test_an_overloaded_cluster_is_said_to_be_one(trace: Path) -> None:
+    result = run(trace, "--copies", 400)
+    assert result.exit_code == 0
+    assert "overloaded: the queue grew until the last arrival" in result.stdout
+    assert " min" in result.stdout or " s " in result.stdout
+    answer = orjson.loads(run(trace, "--copies", 400, "--json").stdout)
+    assert list(answer) == [*KEYS, "wall_s"]
+
+
+def test_refused_requests_are_counted_with_the_reason(trace: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    rows = [
+        {"t": at, "session": None, "isl": tokens, "osl": 2, "blocks": None, "block_tokens": None, "tier": "chat"}
+        for at, tokens in enumerate((800, 1_000_000))
+    ]
+    long.write_bytes(b"\n".join(map(orjson.dumps, rows)) + b"\n")
+    result = run(long)
+    assert "1 requests refused: longer than the KV cache of the engine" in result.stdout, result.output
+
+
+def test_options_that_the_file_overrules_are_named(trace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET)
+    result = run(trace, "--engines", file, "--replicas", 5, "--tp", 1, "--dtype", "bf16", "--json")
+    assert result.exit_code == 0
+    # fp8 is said for one of the two kinds only, so --dtype and --model still decide something.
+    assert (
+        result.stderr == f"perf: no effect beside --engines: --gpu, --tp, --replicas ({file} decides gpu, tp, count)\n"
+    )
+
+
+@pytest.mark.parametrize("missing", ["model", "gpu"])
+def test_a_missing_model_or_gpu_names_its_option(trace: Path, missing: str) -> None:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(simulate)
+    words = {"model": "Llama-3.1-8B", "gpu": "h100"}
+    del words[missing]
+    result = CliRunner().invoke(app, ["--trace", str(trace), *(w for k, v in words.items() for w in (f"--{k}", v))])
+    assert (result.exit_code, result.stderr) == (2, f"perf: --{missing} is missing; expected a name of the catalogue\n")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +162,10 @@ def test_a_table_for_people(trace: Path) -> None:
         ),
         (("--replicas", 0), "--replicas is 0; expected at least 1"),
         (("--copies", 0), "--copies is 0; expected at least 1"),
-        (("--model", "Llama-3.1-70B"), "does not fit"),
+        (("--model", "Llama-3.1-70B"), "perf: Llama-3.1-70B in bf16 does not fit"),
+        (("--model", "Llama-3.1-70B"), "(--gpu, --tp, --dtype decide it)"),
+        (("--dram-gb", 5), "--dram-gb-per-s is missing; expected the bandwidth of a restore beside --dram-gb"),
+        (("--dram-gb-per-s", 5), "--dram-gb-per-s has no effect without --dram-gb"),
         (("--model", "Lama-3.1-8B"), "Llama-3.1-8B"),
         (("--gpu", "h1000"), "H100"),
         (("--slo-ttft-s", 0), "slo_ttft_s is 0.0; expected above 0"),
@@ -142,6 +187,9 @@ def test_bad_options_are_one_sentence_and_exit_2(trace: Path, options: tuple[obj
         ("engines: [{gpu: h100, role: prefill}]", "transfer_gb_per_s is missing"),
         ("engines: [{gpu: h100, dram_gb: 5}]", "dram_gb_per_s is missing"),
         ("engines: [", "is no YAML"),
+        ("engines: [{role: foo}]", "engine 1: role is 'foo'; expected one of both, prefill, decode"),
+        ("engines: [{model: Llama-3.1-70B}]", "(gpu, tp, dtype decide it)"),
+        ("engines: [{tp: 5}]", "engine 1: tensor_parallel_count is 5"),
     ],
 )
 def test_bad_fleet_files_are_one_sentence_and_exit_2(trace: Path, tmp_path: Path, fleet: str, sentence: str) -> None:

@@ -83,6 +83,8 @@ def test_the_table_and_the_plot(tmp_path: Path) -> None:
     done = size(spec(tmp_path), "--plot", str(drawn))
     assert done.exit_code == 0, done.output
     assert "USD/h" in done.stdout and "Rejected" in done.stdout
+    assert "p90 " in done.stdout and " to " in done.stdout and "80 % band" in done.stdout
+    assert "prices of different kinds" in done.stdout, "a reserved card beside a price of the spec is said"
     assert "Candidates that keep the promise" in drawn.read_text(encoding="utf-8")
 
 
@@ -214,3 +216,38 @@ def test_pareto_of_a_spec_and_what_it_refuses(tmp_path: Path) -> None:
     assert call("pareto", "--spec", path, "--gpu", "h100").exit_code == 2
     assert call("pareto", "--gpu", "h100").exit_code == 2
     assert call("pareto", "--model", "Llama-3.1-405B", "--gpu", "L4-24GB").exit_code == 2
+
+
+def test_pareto_prices_all_devices_by_one_kind_and_says_it() -> None:
+    words = ("pareto", "--model", "Llama-3.1-8B", "--gpu", "H100-SXM-80GB,H200-SXM-141GB,L40S-48GB")
+    answer = json.loads(call(*words, "--json").stdout)
+    assert answer["prices"] == {
+        "H100-SXM-80GB": {"kind": "reserved", "usd_per_h": 1.3},
+        "H200-SXM-141GB": {"kind": "reserved", "usd_per_h": 1.6},
+        "L40S-48GB": {"kind": None, "usd_per_h": None},
+    }
+    told = " ".join(call(*words).stdout.split())
+    assert "reserved price, USD/h of a device: H200-SXM-141GB 1.60" in told
+    assert "No price is known of L40S-48GB" in told and "no queue in front of the prefill replicas" in told
+
+
+@pytest.mark.parametrize(
+    ("entries", "kinds"),
+    [
+        ({"H100-SXM-80GB": {}, "H200-SXM-141GB": {}}, ["reserved", "reserved"]),
+        ({"H100-SXM-80GB": {}}, ["on_demand"]),
+        ({"H100-SXM-80GB": {}, "H200-SXM-141GB": {"price": "reserved"}}, ["reserved", "reserved"]),
+        ({"H100-SXM-80GB": {}, "H200-SXM-141GB": {"usd_per_h": 2}}, ["on_demand", "spec"]),
+    ],
+)
+def test_a_spec_without_kinds_takes_one_for_all(tmp_path: Path, entries: dict[str, object], kinds: list[str]) -> None:
+    accelerators = {name: {"inventory": 8, **own} for name, own in entries.items()}  # type: ignore[dict-item]  # mappings
+    asked = read_spec(Path(spec(tmp_path, accelerators=accelerators)), load_catalog())
+    assert [each.kind for each in asked.prices] == kinds
+    assert [each.usd_per_h for each in asked.prices] == [offer.usd_per_h for offer in asked.fleet.offers]
+
+
+def test_devices_without_a_common_kind_are_refused(tmp_path: Path) -> None:
+    accelerators = {"H100-SXM-80GB": {"price": "on_demand", "inventory": 8}, "H200-SXM-141GB": {"inventory": 8}}
+    done = size(spec(tmp_path, accelerators=accelerators))
+    assert done.exit_code == 2 and "no on_demand price of H200-SXM-141GB" in done.stderr

@@ -33,6 +33,8 @@ def test_a_trace_is_made_and_described(profile: str, tmp_path: Path) -> None:
     assert (code, complaint) == (0, "")
     found = json.loads(said)
     assert found["profile"] == profile and found["seed"] == 3 and found["file"] == str(out)
+    names = list(found)
+    assert found["asked_rate_per_s"] == 0.5 and names.index("asked_rate_per_s") == names.index("rate_per_s") + 1
     assert found["request_count"] == len(read_trace(out)) > 100
     again = tmp_path / "again.jsonl.gz"
     perf("--profile", profile, "--hours", "0.5", "--rate", "0.5", "--seed", "3", "--out", str(again))
@@ -68,6 +70,23 @@ def test_statistics_are_a_table_for_people(tmp_path: Path) -> None:
             ["--profile", "chat", "--start-day", "mon", "--out", "t.jsonl"],
             "--start-day is 'mon'; expected one of monday",
         ),
+        (
+            ["--profile", "agents", "--out", "t.jsonl"],
+            "--profile is 'agents'; expected one of agent, chat, chat-short, batch, realtime, api, code",
+        ),
+        (
+            ["--profile", "chat", "--start-day", "monda", "--out", "t.jsonl"],
+            "--start-day is 'monda'; expected one of monday, sunday, ",
+        ),
+        (
+            ["--profile", "batch", "--reading", "quoted", "--out", "t.jsonl"],
+            "--reading has no effect with --profile ba",
+        ),
+        (["--profile", "batch", "--tenants", "3", "--out", "t.jsonl"], "--tenants has no effect with --profile batch"),
+        (["--profile", "batch", "--curve", "flat", "--out", "t.jsonl"], "--curve has no effect with --profile batch"),
+        (["--profile", "code", "--block-tokens", "16", "--out", "t"], "--block-tokens has no effect with --profile co"),
+        (["--stats", "t.jsonl", "--rate", "1"], "--rate has no effect beside --stats"),
+        (["--profile", "chat", "--out", "none/t.jsonl"], "--out is none/t.jsonl; there is no folder none"),
         (["--profile", "chat", "--curve", "moon", "--out", "t.jsonl"], "--curve is 'moon'; expected one of"),
         (["--profile", "agent", "--reading", "x", "--out", "t.jsonl"], "--reading is 'x'; expected one of"),
         (["--profile", "batch", "--batch-kind", "x", "--out", "t.jsonl"], "--batch-kind is 'x'; expected one of"),

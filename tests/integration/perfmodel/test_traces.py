@@ -79,9 +79,9 @@ def test_the_published_schema_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "sentence"),
     [
-        ({**GOOD, "t": -1}, "line 2: t is -1.0; expected 0 or more seconds"),
+        ({**GOOD, "t": -1}, "line 2: t is -1.0; expected 0 or more seconds, at most a billion"),
         ({**GOOD, "t": True}, "line 2: t is true; expected a number of seconds"),
-        ({**GOOD, "isl": 0, "blocks": []}, "line 2: isl is 0; expected at least 1"),
+        ({**GOOD, "isl": 0, "blocks": []}, "line 2: isl is 0; expected 1 to 4,000,000"),
         ({**GOOD, "isl": 2.5}, "line 2: isl is 2.5; expected an integer from 1 to 2147483647"),
         ({**GOOD, "osl": None}, "line 2: osl is missing or null; expected an integer from 1 to 2147483647"),
         ({**GOOD, "isl": 2**31}, "line 2: isl is 2147483648; expected an integer from 1 to 2147483647"),
@@ -98,6 +98,11 @@ def test_the_published_schema_is_read(tmp_path: Path) -> None:
             'line 2: tier is "gold"; expected one of chat, agent, code, batch, api, realtime',
         ),
         ({**GOOD, "think_s": -2}, "line 2: think_s is -2.0; expected 0 or more seconds"),
+        (
+            {"timestamp": 1, "input_length": 5, "tier": "chat"},
+            "line 2: t, isl, osl missing; expected an object with t, session, isl, osl, blocks, block_tokens, tier; "
+            "it has timestamp, input_length, tier",
+        ),
         ("[1]", "line 2: it is [1]; expected an object with t, session, isl, osl, blocks, block_tokens, tier"),
         ("", "line 2: it is empty; expected a JSON object"),
     ],
@@ -143,6 +148,13 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         write_trace(parts(), tmp_path / "t.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "t.jsonl"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_trace(generate(Demand(Profile.BATCH, 0.1, 0.1, seed=4)), path)
+    assert caught.value.filename == str(path)
 
 
 def test_copies_of_any_length_need_the_memory_of_a_window() -> None:

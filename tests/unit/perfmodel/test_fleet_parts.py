@@ -185,6 +185,13 @@ def test_the_nearest_promise_that_changes_the_plan() -> None:
         assert flip.field in ("slo.ttft_ms", "slo.tpot_ms")
         looser = float(flip.value) > float(flip.was)
         assert flip.usd_per_h is None or (flip.usd_per_h < plan.usd_per_h) == looser
+    # What a change leads to may be the plan that is told already: then nothing changes.
+    for flip in slo_flips(asked, plan):
+        usd_per_h = flip.usd_per_h
+        if usd_per_h is not None and usd_per_h > plan.usd_per_h:
+            told = replace(plan, usd_per_h=usd_per_h)
+            again = [each for each in slo_flips(asked, plan, told) if each.field == flip.field]
+            assert all(each.usd_per_h != usd_per_h for each in again)
 
 
 # Engines that the calibrated model does not describe
@@ -278,3 +285,10 @@ def test_a_pair_is_simulated_with_its_hand_over() -> None:
     ]
     with pytest.raises(ConfigError, match="is not known"):
         played_out(group.rater, dark, InTurn, request_count=10, seed=1)
+
+
+def test_what_is_short_is_said_with_what_there_is() -> None:
+    buying = Purchasing(Fleet((offer(FAST, 2.0, inventory=1),)))
+    units = buying.bill(np.array([[2], [1]])).units
+    assert buying.shortage_words(units[0]) == f"needs 2 {FAST.name}, there is 1"
+    assert buying.stock_ratio(units).tolist() == [2.0, 1.0] and buying.power_ratio(units).tolist() == [0.0, 0.0]

@@ -258,3 +258,33 @@ def test_a_file_that_is_no_configuration_is_one_sentence(tmp_path: Path, catalog
     path.write_text("[]")
     with pytest.raises(ConfigError, match="holds list; expected an object"):
         catalog.model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        (json.dumps({**LLAMA, "layer_types": [["x"], {}]}), r"layer_types is \['x'\]; expected one of full_attention"),
+        (
+            json.dumps({**LLAMA, "num_hidden_layers": 10**12}),
+            "num_hidden_layers is 1000000000000; expected at most 10000",
+        ),
+        (
+            json.dumps({**QWEN3_MOE, "mlp_only_layers": [[1]]}),
+            r"mlp_only_layers is \[\[1\]\]; expected a list of whole",
+        ),
+        (" " * 16_000_001, "has 16000001 bytes; expected .* at most 16 MB"),
+    ],
+    ids=["nested", "kinds of kinds", "layers", "list of lists", "large"],
+)
+def test_a_hostile_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as raised:
+        read_config(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 500, "a/" * 3000, "a\0b"], ids=["empty", "long", "deep", "null byte"])
+def test_a_name_that_is_no_path_is_an_unknown_model(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^model is .*; the closest of the"):
+        load_catalog().model(name)

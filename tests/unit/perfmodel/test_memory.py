@@ -167,3 +167,21 @@ def test_the_cache_outgrows_the_weights_where_the_bytes_say(catalog: Catalog) ->
         shape.architecture, attention=catalog.model("gpt-oss-20b").attention[1:], published_parameter_count=None
     )
     assert memory.crossover_tokens(replace(shape, architecture=windows)) is None
+
+
+@pytest.mark.parametrize("field", ["tensor", "data", "pipeline", "expert"])
+@pytest.mark.parametrize("count", [10**6 + 1, 10**20, 10**330, 1e308, float("inf")])
+def test_more_devices_than_a_cluster_has_are_refused(catalog: Catalog, field: str, count: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}_parallel_count is .*; expected at most 1000000$") as raised:
+        replace(catalog.shape("h100", "Llama-3.1-8B"), **{f"{field}_parallel_count": count})
+    assert len(str(raised.value)) < 120
+
+
+@pytest.mark.parametrize("context", [10**12 + 1, 10**330, 1e308, float("inf"), float("nan")])
+@pytest.mark.parametrize("count", [memory.kv_bytes, memory.kv_bytes_per_token, memory.decode_read_bytes])
+def test_a_context_beyond_any_is_refused(catalog: Catalog, count: Any, context: Any) -> None:
+    shape = catalog.shape("h100", "Llama-3.1-8B")
+    with pytest.raises(ConfigError, match=r"^context_tokens is .*; expected at most 1000000000000 tokens$") as raised:
+        count(shape, context)
+    assert len(str(raised.value)) < 120
+    assert count(shape, 10**12) > 0

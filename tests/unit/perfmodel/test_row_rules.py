@@ -51,10 +51,42 @@ def test_a_complete_row_assumes_only_what_no_table_says(catalog: Catalog) -> Non
         ({"gpu": "GH200-96GB"}, {"compute"}),
         ({"model": "Qwen2-7B", "tp": "8"}, {"tp_divides"}),
         ({"disagg(prefill_gpus/decode_gpus or blank)": "2/4"}, {"layout"}),
+        ({"scenario": "closed-loop"}, {"scenario"}),
+        ({"scenario": ""}, {"scenario"}),
+        ({"scenario": "other"}, set()),
+        ({"model": "Llama-3.1-405B"}, {"memory"}),
+        ({"model": "Llama-3.1-405B", "n_gpus": "8", "tp": "8"}, set()),
+        ({"isl": "131073", "osl": "1"}, {"max_context"}),
+        ({"isl": "131000", "osl": "72"}, set()),
+        (
+            {"model": "DeepSeek-R1", "gpu": "H200-SXM-141GB", "scenario": "mlperf_offline", "n_gpus": "8", "tp": ""},
+            {"tp", "dp", "ep"},
+        ),
     ],
 )
 def test_each_gap_names_its_rule(catalog: Catalog, changes: dict[str, str], rules: set[str]) -> None:
     assert set(made(catalog, **changes).assumed) == {"kv_dtype"} | rules
+
+
+def test_imputed_values_are_said(catalog: Catalog) -> None:
+    blank = dict.fromkeys(("tp", "n_gpus", "isl", "osl", "weight_dtype", "concurrency_or_batch"), "")
+    said = dict(made(catalog, **blank, scenario="agentic").imputed)
+    assert said == {
+        "weight_dtype": "bf16", "kv_dtype": "bf16", "isl": "1024", "osl": "256", "prefix_hit": "0.9", "tp": "4",
+        "n_gpus": "4",
+    }  # fmt: skip
+    assert dict(made(catalog, model="Qwen2-7B", tp="8").imputed)["tp_divides"] == "7"
+    assert dict(made(catalog, gpu="GH200-96GB").imputed)["compute"] == catalog.device("GH200-96GB").same_die_as
+    sides = {"disagg(prefill_gpus/decode_gpus or blank)": "2/16"}
+    assert dict(made(catalog, **sides).imputed)["layout"] == "tp2dp1/tp8dp2"
+    assert dict(made(catalog, scenario="x").imputed)["scenario"] == "other"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf"])
+@pytest.mark.parametrize("column", ["isl", "osl", "concurrency_or_batch", "tp", "n_gpus"])
+def test_a_count_that_cannot_be_is_refused_by_its_column(catalog: Catalog, column: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{column} is '{value}'; expected a finite number "):
+        made(catalog, **{column: value})
 
 
 def test_imputed_figures_follow_the_documented_rules(catalog: Catalog) -> None:

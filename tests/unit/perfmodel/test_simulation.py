@@ -210,3 +210,28 @@ def test_a_policy_may_refuse() -> None:
 def test_what_cannot_be_simulated_is_one_sentence(make: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make()  # type: ignore[operator]  # a lambda of the table above
+
+
+def line(arrived: list[float], ended: list[float], ttft_s: list[float | None]) -> sim.Timeline:
+    return sim.Timeline(1.0, tuple(arrived), tuple(ended), tuple(0.0 for _ in ended), tuple(ttft_s))
+
+
+@pytest.mark.parametrize(
+    ("ended", "ttft_s", "grew"),
+    [
+        ([5.0] * 32, [float(at) for at in range(32)], True),
+        ([10.0] * 16 + [0.0] * 16, [6.0] * 32, False),  # a long queue that stays as it is
+        ([5.0] * 32, [0.1] * 32, False),  # long answers that are merely running
+        ([5.0] * 8 + [10.0] * 20 + [0.0] * 4, [9.0] * 12 + [20.0] * 20, False),  # it grew early only
+    ],
+)
+def test_a_queue_that_grows_to_the_last_arrival_is_told(
+    ended: list[float], ttft_s: list[float | None], grew: bool
+) -> None:
+    found = sim.growing_queue(line([10.0] * 16 + [0.0] * 16, ended, ttft_s), slo_ttft_s=5.0)
+    assert found == (sim.GrowingQueue(10.0, 5.0) if grew else None)
+
+
+def test_too_few_arrivals_say_nothing_of_a_queue() -> None:
+    assert sim.growing_queue(line([10.0] * 4, [1.0] * 4, [50.0] * 4), 5.0) is None
+    assert sim.growing_queue(line([], [], []), 5.0) is None

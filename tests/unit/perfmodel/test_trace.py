@@ -43,11 +43,11 @@ def test_a_good_trace_passes() -> None:
 @pytest.mark.parametrize(
     ("column", "row", "value", "sentence"),
     [
-        ("arrival_s", 0, -1.0, "line 1: t is -1.0; expected 0 or more seconds"),
-        ("arrival_s", 2, float("nan"), "line 3: t is nan; expected 0 or more seconds"),
+        ("arrival_s", 0, -1.0, "line 1: t is -1.0; expected 0 or more seconds, at most a billion"),
+        ("arrival_s", 2, float("nan"), "line 3: t is nan; expected 0 or more seconds, at most a billion"),
         ("arrival_s", 3, 9.0, "line 4: t is 9.0, before the 10.0 of the line above; expected requests sorted by t"),
-        ("input_tokens", 3, 0, "line 4: isl is 0; expected at least 1"),
-        ("output_tokens", 1, -2, "line 2: osl is -2; expected at least 1"),
+        ("input_tokens", 3, 0, "line 4: isl is 0; expected 1 to 4,000,000"),
+        ("output_tokens", 1, -2, "line 2: osl is -2; expected 1 to 4,000,000"),
         ("session", 4, -3, "line 5: session is -3; expected -1 (none) or more"),
         ("tier", 0, 9, "line 1: tier is 9; expected 0 to 5"),
         ("think_s", 2, -0.5, "line 3: think_s is -0.5; expected 0 or more seconds"),

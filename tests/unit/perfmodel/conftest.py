@@ -1,0 +1,16 @@
+"""What the pure tests of the performance model share: compiled loops are kept between runs.
+
+Owns: switching the cache of compiled code on, once a session. Does not own: the cache (`adapters.compiled_code`).
+Without it each process would wait for the compiler.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from perfmodel.adapters.compiled_code import remember_compiled_loops
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loops_compiled_once() -> None:
+    remember_compiled_loops()
