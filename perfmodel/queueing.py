@@ -49,7 +49,6 @@ _ROOT = 1.1347241384015194
 _ROUNDS = 24
 
 # The mean wait for a slot over (Ca2 + Cs2) / 2 over the spare rate: answers overlap, so a slot is not freed one by one.
-# Fitted once on the grid of `tests/bench/bench_queueing.py`.
 _WAIT_FACTOR = 1.2
 
 # Power of 1 / (1 - prefill share) in the variance of the number present: between 1 (each arrival's noise on its own)
@@ -158,16 +157,14 @@ def _prompt_s(work: _Work, batch: float) -> float:
     decodes_s = 0.0 if work.prefill_first else _decode_s(work, batch)
     if _parts(work, batch) <= 1.0:
         return _step_s(work, batch, 1.0) - decodes_s
-    prompts = max(1.0, _room(work, batch))
-    return (_full_s(work, batch) - prompts / _room(work, batch) * decodes_s) / prompts
+    return _full_s(work, batch) / max(1.0, _room(work, batch)) - decodes_s / _room(work, batch)
 
 
 @compiled
 def _full_s(work: _Work, batch: float) -> float:
     """Prompts that fill the budget of every step, as many as fit in one or one that needs several: their steps.
 
-    Where prompts queue, the next one begins in the step that the one before ends in. So a prompt that needs 1.1 budgets
-    takes 1.1 steps, not the two that it takes alone.
+    In a queue the next begins in the step that the one before ends in: 1.1 budgets take 1.1 steps, alone two.
     """
     room = _room(work, batch)
     if _parts(work, batch) <= 1.0:
@@ -205,8 +202,7 @@ def _mean_chunked_s(work: _Work, batch: float, rate_per_s: float) -> float:
     lone_s = _step_s(work, batch, 1.0) / _parts(work, batch)
     mean_s = alone_s
     for _ in range(60):
-        prompts = rate_per_s * mean_s
-        share = min(1.0, _prefill_share(work, batch, prompts))
+        share = min(1.0, _prefill_share(work, batch, rate_per_s * mean_s))
         new_s = (1.0 - share) * alone_s + share * ((1.0 - share) * lone_s + share * full_s)
         if abs(new_s - mean_s) < 1e-9 * mean_s:
             return new_s
@@ -298,7 +294,7 @@ def _capacity_per_s(work: _Work) -> float:
 @compiled
 def _solve_batch(work: _Work, rate_per_s: float, extra_s: float) -> float:
     """The sequences present N at which Little's law holds; the largest number beyond capacity."""
-    low, high = 0.0, work.most_sequences
+    low, high = 0.0, _fullest(work)
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
         if _present(work, middle, rate_per_s, extra_s) > middle:
@@ -379,8 +375,7 @@ def _tagged(work: _Work, batch: float, rate_per_s: float, seen: _Seen, out: NDAr
     # A prompt that ends inside a step ends with it, and the next prompt fills that step's budget.
     parts = _parts(work, batch)
     spare = min(1.0, parts - 1.0 / _room(work, batch)) if parts > 1.0 else 0.0
-    need = max(1.0, 1.0 / _room(work, batch))
-    budget = _room(work, batch) * work.new_tokens
+    need, budget = max(1.0, 1.0 / _room(work, batch)), _room(work, batch) * work.new_tokens
     fill_s = _tokens_s(work.by_token_s, batch + budget) - _tokens_s(work.by_token_s, batch + budget * (1.0 - spare))
     left_behind = 0.0
     for point in range(out.size):
@@ -534,13 +529,16 @@ def _served(engine: ServingEngine, work: _Work, lengths: Lengths, offered: _Offe
         present = _solve_batch(work, rate_per_s, extra_s)
         idle = math.exp(-present)
         prefilling = min(present, rate_per_s * _step_s(work, present, 1.0))
-        batch = min(work.most_sequences, (present - prefilling) / (1.0 - idle))
+        batch = min(_fullest(work), (present - prefilling) / (1.0 - idle))
         seen = _Seen(idle, *_slot_wait(work, present, offered, lengths))
         behind = _tagged(work, batch, rate_per_s, seen, sample[:points])
         # The prompts left behind run while this one decodes, and who comes meanwhile holds it up as well.
         prompt_s = _prompt_s(work, batch)
         behind = min(behind, max(0.0, work.most_sequences - present))
         extra_s = behind * prompt_s / max(1.0 - rate_per_s * prompt_s, 0.05)
+        if _parts(work, batch) > 1.0 and not work.prefill_first:  # no step is longer than a full one
+            full_s = _full_s(work, batch) * min(1.0, _room(work, batch))
+            extra_s = min(extra_s, (work.answer_tokens - 1.0) * max(0.0, full_s - _tpot_s(work, batch, rate_per_s)))
     tpot_s = _tpot_s(work, batch, rate_per_s) + extra_s / max(1.0, work.answer_tokens - 1.0)
     return _figures(
         engine,

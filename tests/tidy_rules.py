@@ -60,6 +60,7 @@ UNITLESS_FIELDS: dict[str, str] = {
     "tensor": "a count of devices, the field's own word",
     "data": "a count of ranks, the field's own word",
     "expert": "a count of ranks, the field's own word",
+    "in_flight": "requests, the word of the field",
     "batch": "sequences in one step, the field's own word",
     "batch_mean": "sequences in one step, the field's own word",
     "concurrency": "requests in flight at once, the field's own word",
