@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis.asyncio
 import uuid_utils
@@ -43,16 +43,15 @@ from controlplane.config import Settings, engine_secret
 from controlplane.ports import Deadlines, ModelFacts, Ports
 from controlplane.serve import Path
 from controlplane.tenancy import Principal
-from perfmodel.adapters.catalog import Catalog, load_catalog
-from perfmodel.adapters.coefficient_file import load_coefficients
-from perfmodel.coefficients import Coefficients
-from perfmodel.errors import PerfModelError
-from perfmodel.step_time import StepModel, engine_speed
 from router.adapters.discovery import Discovery, EngineProbe, HealthWatch
 from router.adapters.siblings import Siblings
 from router.blocks import BlockHasher
 from router.endpoints import Endpoint, EngineSpeed, HopTable, Place
 from router.route import Router, RouterConfig
+
+if TYPE_CHECKING:
+    from perfmodel.adapters.catalog import Catalog
+    from perfmodel.coefficients import Coefficients
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -348,11 +347,18 @@ def modelled_speeds(endpoints: Sequence[Endpoint]) -> list[Endpoint]:
     asking = [each for each in endpoints if each.speed is None and each.accelerator and len(each.models) == 1]
     if not asking:
         return list(endpoints)
+    # Only here: numpy and the model are 14 MB that a process does without where no endpoint tells its accelerator.
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.coefficient_file import load_coefficients
+
     catalog, coefficients = load_catalog(), load_coefficients().coefficients
     return [_modelled(each, catalog, coefficients) if each in asking else each for each in endpoints]
 
 
 def _modelled(endpoint: Endpoint, catalog: Catalog, coefficients: Coefficients) -> Endpoint:
+    from perfmodel.errors import PerfModelError
+    from perfmodel.step_time import StepModel, engine_speed
+
     try:
         shape = catalog.shape(endpoint.accelerator, next(iter(endpoint.models)), 1)
         facts = engine_speed(StepModel(shape, coefficients))
