@@ -48,7 +48,7 @@ def kv(
     *,
     model: Annotated[str, typer.Option(help="Model of the catalogue, or path of a Hugging Face config.json.")],
     context: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences held at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=1_000_000_000, help="Sequences held at once.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help=f"KV elements: {_FORMATS}.")] = "bf16",
     weight_dtype: Annotated[
         str | None,

@@ -29,6 +29,8 @@ from perfmodel.simulation import EngineSpec, HandOver, LowerTier
 from perfmodel.step_time import StepModel, StepTable
 
 _TEXTS = ("pool", "model", "gpu", "dtype", "kv_dtype", "role", "zone")
+# More of anything than a cluster has; the simulation holds every engine and every place of a sequence in memory.
+_MOST_COUNT = 100_000
 _COUNTS = ("tp", "count", "max_batched_tokens", "max_sequences")
 _NUMBERS = ("slow_ratio", "dram_gb", "dram_gb_per_s", "transfer_gb_per_s", "transfer_ms")
 _FLAGS = ("layerwise",)
@@ -78,6 +80,8 @@ def _entries(file: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(fault).split())}") from None
     except UnicodeDecodeError as fault:
         raise ConfigError(f"{file} is no UTF-8 text: {fault.reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply; expected a list of engines") from None
     entries = content.get("engines") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{file}: engines is {_short(entries)}; expected a list of at least one engine")
@@ -203,8 +207,8 @@ def _check_fields(entry: Mapping[str, Any], where: str | None) -> None:
 
 def _count(entry: Mapping[str, Any], name: str, where: str | None, default: int) -> int:
     value = entry.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{_said(name, where)} is {_short(value)}; expected an integer of at least 1")
+    if type(value) is not int or not 1 <= value <= _MOST_COUNT:
+        raise ConfigError(f"{_said(name, where)} is {_short(value)}; expected an integer of 1 to {_MOST_COUNT:,}")
     return value
 
 

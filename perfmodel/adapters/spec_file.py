@@ -48,6 +48,9 @@ _WEIGHT_LOAD_BYTES_PER_S = 7e9
 # in the answer.
 _WARM_UP_S = 60.0
 
+# More devices, replicas or tokens than a site has; the search's time grows with the inventory.
+_MOST_COUNT = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Period:
@@ -79,6 +82,8 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         content: object = yaml.safe_load(text)
     except yaml.YAMLError as fault:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; expected the fields of a spec") from None
     root = Section("", content)
     classes = _classes(root, catalog)
     offers, prices = _offers(root, catalog)
@@ -153,6 +158,8 @@ class Section:
     def whole(self, key: str, default: int | None = None, *, least: int = 0) -> int:
         """A whole number."""
         number = self.number(key, None if default is None else float(default), least=least)
+        if number > _MOST_COUNT:
+            raise ConfigError(f"{self.at(key)} is {number:g}; expected at most {_MOST_COUNT:,}")
         if number != int(number):
             raise ConfigError(f"{self.at(key)} is {number}; expected a whole number")
         return int(number)

@@ -183,7 +183,7 @@ def test_bad_options_are_one_sentence_and_exit_2(trace: Path, options: tuple[obj
     [
         ("engines: []", "expected a list of at least one engine"),
         ("engines: [{gpu: h100, cuont: 2}]", "cuont is no field of an engine; expected count"),
-        ("engines: [{gpu: h100, count: 0}]", "engine 1: count is 0; expected an integer of at least 1"),
+        ("engines: [{gpu: h100, count: 0}]", "engine 1: count is 0; expected an integer of 1 to 100,000"),
         ("engines: [{gpu: h100, role: prefill}]", "transfer_gb_per_s is missing"),
         ("engines: [{gpu: h100, dram_gb: 5}]", "dram_gb_per_s is missing"),
         ("engines: [", "is no YAML"),
