@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -317,13 +318,14 @@ def _coefficients(
         eras=levelled["eras"],
         generations=levelled["generations"],
         families=families,
-        device_rows=_counts(item.device for item in items),
-        model_rows=_counts(item.model for item in items),
-        pair_rows=_counts(item.pair for item in items),
+        device_rows=row_counts(item.device for item in items),
+        model_rows=row_counts(item.model for item in items),
+        pair_rows=row_counts(item.pair for item in items),
     )
 
 
-def _counts(names: Iterable[str]) -> dict[str, int]:
+def row_counts(names: Iterable[str]) -> dict[str, int]:
+    """How many rows have each name, by name."""
     return dict(sorted(Counter(names).items()))
 
 
@@ -340,22 +342,34 @@ def predict(problem: Problem, coefficients: Coefficients, rows: NDArray[np.intp]
     return answers
 
 
-def folds(problem: Problem, scheme: Scheme, count: int = 10) -> list[NDArray[np.intp]]:
+class Labelled(Protocol):
+    """A row as `folds` sees it: what it belongs to."""
+
+    @property
+    def curve(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def pair(self) -> str: ...
+    @property
+    def configuration(self) -> Configuration: ...
+
+
+def folds(rows: Sequence[Labelled], scheme: Scheme, count: int = 10) -> list[NDArray[np.intp]]:
     """The rows that each fold leaves out. Curves are dealt out to `count` folds by a fixed shuffle."""
-    items = problem.observations
-    key: Callable[[Observation], str] = {
-        Scheme.WITHIN: lambda item: item.curve,
-        Scheme.GPU: lambda item: item.device,
-        Scheme.PAIR: lambda item: item.pair,
-        Scheme.FAMILY: lambda item: item.configuration.group.family,
+    key: Callable[[Labelled], str] = {
+        Scheme.WITHIN: lambda row: row.curve,
+        Scheme.GPU: lambda row: row.device,
+        Scheme.PAIR: lambda row: row.pair,
+        Scheme.FAMILY: lambda row: row.configuration.group.family,
     }[scheme]
-    names = sorted({key(item) for item in items})
+    names = sorted({key(row) for row in rows})
     if scheme is Scheme.WITHIN:
         order = np.random.default_rng(0).permutation(len(names))
         fold_of = {names[place]: int(turn) % count for turn, place in enumerate(order)}
     else:
         fold_of = {name: place for place, name in enumerate(names)}
-    assigned = np.array([fold_of[key(item)] for item in items])
+    assigned = np.array([fold_of[key(row)] for row in rows])
     return [np.flatnonzero(assigned == fold) for fold in sorted(set(assigned.tolist()))]
 
 
@@ -368,7 +382,7 @@ def cross_validate(
     """Seconds per token of every row, predicted by a fit that left its fold out."""
     answers = np.zeros(len(problem.observations))
     everything = np.arange(len(problem.observations))
-    for left_out in folds(problem, scheme):
+    for left_out in folds(problem.observations, scheme):
         kept = np.setdiff1d(everything, left_out)
         answers[left_out] = predict(problem, fit(problem, penalties, kept).coefficients, left_out)
         done(1)

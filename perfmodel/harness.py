@@ -133,9 +133,14 @@ def replay_requests(engine: ServingEngine, scenario: HarnessScenario, seed: int)
     state = _empty_state(count)
     most = min(engine.max_batched_tokens, int(prompts.sum()) + count)
     replay_loop.run(requests, state, _prices(engine, most), _limits(engine), clients)
+    return _replayed(requests, state)
+
+
+def _replayed(requests: replay_loop.Requests, state: replay_loop.State) -> Replayed:
+    """What the loop has left in its arrays."""
     return Replayed(
-        input_tokens=prompts,
-        output_tokens=answers,
+        input_tokens=requests.prompt,
+        output_tokens=requests.answer,
         sent_s=requests.sent_s,
         ttft_s=requests.first_s - requests.sent_s,
         end_s=requests.end_s,
@@ -184,16 +189,7 @@ def replay_split_requests(engine: SplitEngine, scenario: HarnessScenario, seed: 
         scenario.concurrency if closed else 0,
     )
     replay_loop.run_split(requests, state, _shared_prices(engine), _shared_limits(decode), pool)
-    return Replayed(
-        input_tokens=prompts,
-        output_tokens=answers,
-        sent_s=requests.sent_s,
-        ttft_s=requests.first_s - requests.sent_s,
-        end_s=requests.end_s,
-        busy_s=float(state.clock[replay_loop.BUSY]),
-        sequence_s=float(state.clock[replay_loop.SEQUENCE_S]),
-        preempted_count=int(state.counts[replay_loop.PREEMPTED]),
-    )
+    return _replayed(requests, state)
 
 
 def _shared_prices(engine: SplitEngine) -> replay_loop.Prices:

@@ -10,14 +10,14 @@ anew without the fold that it is judged on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perfmodel.benchmarks import mlperf_limit
-from perfmodel.calibration import Observation, Penalties, Problem, Scheme, fit
+from perfmodel.calibration import Observation, Penalties, Problem, Scheme, fit, folds, row_counts
 from perfmodel.coefficients import Band, Coefficients, FirstToken
 from perfmodel.configuration import LIMITED, QUEUED, Configuration
 from perfmodel.estimate import Kind, Point, Quantity, band_key, band_of, central, kind_of
@@ -64,6 +64,11 @@ class Measured:
         """Whether the row was tuned to a latency limit."""
         return self.configuration.scenario in LIMITED
 
+    @property
+    def pair(self) -> str:
+        """The (device, model) pair."""
+        return f"{self.device} {self.model}"
+
     def observation(self) -> Observation | None:
         """The row as a point of the fit of time per token."""
         if self.tpot_s is None or self.limited:
@@ -108,17 +113,10 @@ def _fitted(rows: Sequence[Measured], penalties: Penalties | None) -> Coefficien
     return replace(
         coefficients,
         benchmark=_limit_ratios(rows, coefficients),
-        device_rows=_counts(row.device for row in timed),
-        model_rows=_counts(row.model for row in timed),
-        pair_rows=_counts(f"{row.device} {row.model}" for row in timed),
+        device_rows=row_counts(row.device for row in timed),
+        model_rows=row_counts(row.model for row in timed),
+        pair_rows=row_counts(row.pair for row in timed),
     )
-
-
-def _counts(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items()))
 
 
 def _limit_ratios(rows: Sequence[Measured], coefficients: Coefficients) -> dict[str, float]:
@@ -173,24 +171,6 @@ def first_factors(rows: Sequence[Measured], raw_s: NDArray[np.float64]) -> dict[
 
 
 # Cross-validation
-
-
-def folds(rows: Sequence[Measured], scheme: Scheme, count: int = 10) -> list[NDArray[np.intp]]:
-    """The rows that each fold leaves out. Curves are dealt out to `count` folds by a fixed shuffle."""
-    key: Callable[[Measured], str] = {
-        Scheme.WITHIN: lambda row: row.curve,
-        Scheme.GPU: lambda row: row.device,
-        Scheme.PAIR: lambda row: f"{row.device} {row.model}",
-        Scheme.FAMILY: lambda row: row.configuration.group.family,
-    }[scheme]
-    names = sorted({key(row) for row in rows})
-    if scheme is Scheme.WITHIN:
-        order = np.random.default_rng(0).permutation(len(names))
-        fold_of = {names[place]: int(turn) % count for turn, place in enumerate(order)}
-    else:
-        fold_of = {name: place for place, name in enumerate(names)}
-    assigned = np.array([fold_of[key(row)] for row in rows])
-    return [np.flatnonzero(assigned == fold) for fold in sorted(set(assigned.tolist()))]
 
 
 def cross_validate(

@@ -87,7 +87,7 @@ def test_a_family_is_corrected_and_an_unseen_one_is_not(catalog: Catalog, shippe
 def test_folds_leave_out_whole_groups(catalog: Catalog, shipped: CoefficientFile) -> None:
     problem = Problem(synthetic(catalog, plain(dict(shipped.coefficients.base))))
     for scheme, name in ((Scheme.GPU, "device"), (Scheme.PAIR, "pair"), (Scheme.WITHIN, "curve")):
-        parts = folds(problem, scheme)
+        parts = folds(problem.observations, scheme)
         assert sorted(np.concatenate(parts).tolist()) == list(range(len(problem.observations)))
         for part in parts:
             inside = {getattr(problem.observations[row], name) for row in part}
