@@ -44,8 +44,8 @@ class Lease:
 
     __slots__ = (
         "active", "asked", "axis", "base", "batch", "credits", "debt", "doubled", "granted_ns", "id", "in_use",
-        "last_use_ns", "left", "limit", "pending", "registered", "round", "small", "spent", "synced_ns", "target",
-        "valid_ns",
+        "last_use_ns", "left", "limit", "pending", "registered", "round", "since_us", "small", "spent", "synced_ns",
+        "target", "valid_ns",
     )  # fmt: skip
 
     def __init__(self, limit: Limit, lease_id: str, now_ns: int) -> None:
@@ -59,6 +59,7 @@ class Lease:
         self.valid_ns = now_ns
         self.last_use_ns = now_ns
         self.granted_ns = 0
+        self.since_us = 0
         self.doubled = False
         self.synced_ns = now_ns
         self.target = 0

@@ -45,8 +45,6 @@ from controlplane.rate_limit import (
 )
 from controlplane.tenancy import Limit
 
-# A lease with less left than a call takes as a rule is not drawn on in one; a slower call is noticed in its reply.
-SURE_NS = 300_000_000
 # Two grants closer than this: the lease is too small for the traffic, so the next wish doubles.
 BUSY_NS = 250_000_000
 # Spends of a small limit are reported at once; they reach the store within this time (a report interval and a call).
@@ -181,7 +179,7 @@ class Leases:
         return Plan(cost, parts, Attempt(self._process_id, 0, tuple(part.ask for part in parts)))
 
     def _part(self, lease: Lease, amount: int, now_ns: int) -> Part:
-        if now_ns + SURE_NS >= lease.valid_ns and not lease.fresh():
+        if now_ns >= lease.valid_ns and not lease.fresh():
             self._rotate(lease)
         lease.asked = amount
         self._measure(lease)
@@ -209,14 +207,15 @@ class Leases:
 
         None: a lease that the request drew on had ended in the store before the call got there; ask again.
         """
-        self.process_count = max(1, reply.process_count)
+        self.heard(reply)
         if any(part.taken and not bucket.known for part, bucket in zip(plan.parts, reply.buckets, strict=True)):
             self._keep_grants(plan, reply, sent_ns)
             return None
         spends: list[tuple[object, int, object]] = []
         for part, bucket in zip(plan.parts, reply.buckets, strict=True):
             lease = part.lease
-            self._take_grant(lease, part.ask, bucket, sent_ns)
+            self._take_grant(lease, part.ask, bucket, (sent_ns, reply.at_us))
+            self._measure(lease)  # the reply may be the first to tell of other processes
             self._activate(lease)
             lease.pending -= part.taken
             if bucket.granted:
@@ -235,7 +234,7 @@ class Leases:
 
     def _keep_grants(self, plan: Plan, reply: Reply, sent_ns: int) -> None:
         for part, bucket in zip(plan.parts, reply.buckets, strict=True):
-            self._take_grant(part.lease, part.ask, bucket, sent_ns)
+            self._take_grant(part.lease, part.ask, bucket, (sent_ns, reply.at_us))
             self._activate(part.lease)
             part.lease.pending -= part.taken
             if bucket.known and part.lease.id == part.ask.lease_id:
@@ -261,11 +260,19 @@ class Leases:
         lost.lost = True
         return lost
 
-    def _take_grant(self, lease: Lease, ask: Ask, bucket: BucketReply, sent_ns: int) -> None:
+    def _take_grant(self, lease: Lease, ask: Ask, bucket: BucketReply, times: tuple[int, int]) -> None:
+        """`times`: when the call was sent (ns, this process), when the store decided (us, the store)."""
         if lease.id != ask.lease_id:
+            return
+        sent_ns, at_us = times
+        held = lease.left > 0 or lease.spent > 0
+        # What was granted after the store took this call is good: its answer may have overtaken this one.
+        if lease.axis != SLOTS and not bucket.known and held and lease.since_us < at_us:
+            self._rotate(lease)  # it ended in the store while the call was on its way
             return
         lease.base = max(0, bucket.level)
         if bucket.granted:
+            lease.since_us = min(lease.since_us, at_us) if held else at_us
             lease.left += bucket.granted
             lease.granted_ns = sent_ns
             lease.doubled = False
@@ -386,18 +393,20 @@ class Leases:
 
     def reported(self, report: Report, reply: Reply, sent_ns: int) -> None:
         """The store has applied `report`."""
-        self.process_count = max(1, reply.process_count)
+        self.heard(reply)
         self._unanswered = None
         rows = zip(report.leases, report.batches, report.attempt.asks, reply.buckets, strict=True)
         for lease, batch, ask, bucket in rows:
             if ask.spent:
                 batch.generation = bucket.generation
                 batch.lost = bucket.generation == 0
-            if lease.axis != SLOTS and lease.left and not bucket.known and lease.id == ask.lease_id:
-                self._rotate(lease)  # it ended in the store while the report was on its way
-            self._take_grant(lease, ask, bucket, sent_ns)
+            self._take_grant(lease, ask, bucket, (sent_ns, reply.at_us))
             self._activate(lease)
             lease.registered = lease.registered or lease.id == ask.lease_id
+
+    def heard(self, reply: Reply) -> None:
+        """Take in what every reply tells: how many processes live. A limit may be too small to be held ahead by two."""
+        self.process_count = max(1, reply.process_count)
 
     def report_failed(self, report: Report) -> None:
         """No answer: it may or may not have been applied. It is sent again; leases it may have grown are given up."""

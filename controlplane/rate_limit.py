@@ -234,11 +234,15 @@ class BucketReply(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the store decided; `buckets` stand in the order of the asks."""
+    """What the store decided; `buckets` stand in the order of the asks.
+
+    `at_us` is the store's clock when it did: replies may arrive in another order than that.
+    """
 
     admitted: bool
     process_count: int
     buckets: tuple[BucketReply, ...]
+    at_us: int
 
 
 @dataclass(slots=True)
@@ -296,7 +300,7 @@ class Buckets:
             BucketReply(self._free(ask.limit, bucket, now_us), bucket.fraction, bucket.out, grant, generation, alive)
             for (ask, bucket), grant, generation, alive in rows
         )
-        return Reply(admitted, processes, replies)
+        return Reply(admitted, processes, replies, now_us)
 
     def bucket_count(self) -> int:
         """How many buckets are kept."""

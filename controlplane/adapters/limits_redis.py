@@ -298,7 +298,7 @@ class RedisLimits:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _decoded(self, raw: list[int]) -> Reply:
-        status, _, processes, admitted = raw[:_REPLY_HEADER]
+        status, at_us, processes, admitted = raw[:_REPLY_HEADER]
         if status == _STALE:
             raise _StaleError
         self._last_call_ns = self._clock()
@@ -306,7 +306,7 @@ class RedisLimits:
             raise _OpeningError
         self._note(None)
         rows = (raw[at : at + _REPLY_FIELDS] for at in range(_REPLY_HEADER, len(raw), _REPLY_FIELDS))
-        return Reply(admitted == 1, processes, tuple(_bucket(row) for row in rows))
+        return Reply(admitted == 1, processes, tuple(_bucket(row) for row in rows), at_us)
 
     async def _identify(self) -> None:
         """Learn which life of the server this is, and tell the script so on the same connection."""
@@ -394,7 +394,7 @@ class RedisLimits:
     async def _heartbeat(self) -> bool:
         try:
             async with asyncio.timeout(self._options.deadline_s):
-                await self._ask(Attempt(self._process_id, 0, ()))
+                self._leases.heard(await self._ask(Attempt(self._process_id, 0, ())))
         except (TimeoutError, OSError, RedisError, _OpeningError, _StaleError) as fault:
             return await self._recover(fault)
         return True

@@ -498,3 +498,37 @@ def test_a_lease_that_ended_on_the_way_is_not_spent() -> None:
     reply = pair.store.attempt(plan.attempt, slow_us)
     assert pair.leases.merge(plan, reply, pair.now_ns, slow_us * 1_000) is None
     assert lease.pending == 0
+
+
+def test_an_answer_that_a_later_grant_overtook_does_not_void_it() -> None:
+    """A report empties the lease; before its answer arrives, a request is granted tokens under the same id."""
+    pair = Pair()
+    daily = limit(Dimension.OUTPUT_TOKENS, 100, 86_400)
+    pair.store.attempt(Attempt("other", 0, ()), pair.now_ns // 1_000)
+    first = pair.admit((daily,), Cost(0, 80))
+    assert isinstance(first, Admitted)
+    assert pair.report() == 1
+    pair.leases.settle(first.ticket, Cost(0, 0), pair.now_ns)
+    pair.leases.begin_round()
+    credit = pair.leases.report(pair.now_ns)
+    assert credit is not None
+    late = pair.store.attempt(credit.attempt, pair.now_ns // 1_000)
+    pair.now_ns += 4_000_000
+    second = pair.admit((daily,), Cost(0, 80))
+    assert isinstance(second, Admitted)
+    pair.leases.settle(second.ticket, Cost(0, 0), pair.now_ns)
+    pair.leases.reported(credit, late, pair.now_ns - 4_000_000)
+    assert pair.report() == 1
+    assert pair.level(daily) == 100
+
+
+def test_a_limit_is_small_from_the_first_answer_that_tells_of_another_process() -> None:
+    pair = Pair()
+    pair.store.attempt(Attempt("other", 0, ()), pair.now_ns // 1_000)
+    daily = limit(Dimension.OUTPUT_TOKENS, 100, 86_400)
+    first = pair.admit((daily,), Cost(0, 80))
+    assert isinstance(first, Admitted)
+    pair.leases.settle(first.ticket, Cost(0, 0), pair.now_ns)
+    assert pair.leases.urgent
+    assert pair.report() == 1
+    assert pair.level(daily) == 100
