@@ -35,7 +35,7 @@ def class_list(sources: list[Source]) -> str:
     lines = [MARKER, "", "# Classes of the cores"]
     for package in PACKAGES:
         found = [
-            f"- **{node.name}** (`{source.parts[-1]}`): {first_sentence(ast.get_docstring(node) or '')}"
+            f"- **{node.name}** (`{'.'.join(source.parts[1:])}`): {first_sentence(ast.get_docstring(node) or '')}"
             for source in sorted(sources, key=lambda source: source.path)
             if source.parts[0] == package
             for node in public_classes(source)

@@ -87,7 +87,7 @@ PLANTED: dict[Rule, list[tuple[str, str]]] = {
         ("billing/money.py", "from datetime import datetime\ndef f(): return datetime.now()"),
         ("billing/money.py", "import datetime\ndef f(): return datetime.datetime.utcnow()"),
         ("billing/money.py", "import time\ndef f(): return time.monotonic()"),
-        ("perfmodel/search.py", "import numpy as np\ndef f(): return np.random.default_rng()"),
+        ("perfmodel/search/cheapest.py", "import numpy as np\ndef f(): return np.random.default_rng()"),
     ],
     tidy_rules.cores_do_not_await: [
         ("router/route.py", "async def f(): await g()"),

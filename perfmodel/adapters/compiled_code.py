@@ -1,7 +1,7 @@
 """Keeps machine code on disk, so that only the first run on a machine waits for the compiler.
 
 Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba), the form
-of its files, and switching the cache on. Does not own: what is compiled (`sim_cluster`, `replay_loop`, `queueing`).
+of its files, and switching the cache on. Does not own: what is compiled (`simulation`, `replay_loop`, `queueing`).
 Nothing is written beside the installed package, which numba's own `cache=True` would do; without a folder that can be
 written, the compiler just runs again. Why files of our own: numba trusts what it finds, so that one emptied or cut file
 breaks every later run, and its index lets two processes give one data file to two signatures. Here a file names its
@@ -35,7 +35,7 @@ def remember_compiled_code(folder: Path | None = None) -> bool:
 
     False: there is nowhere to keep it, and the compiler runs again each time.
     """
-    from perfmodel.sim_cluster import compiled_entries
+    from perfmodel.simulation.cluster import compiled_entries
 
     return remember_compiled_loops(folder) and _remember(compiled_entries(), folder)
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfmodel.adapters.catalog import Catalog
+from perfmodel.calibration.row_rules import configuration, number, with_compute
+from perfmodel.calibration.validation import Measured
 from perfmodel.configuration import LIMITED, QUEUED, Configuration, Scenario
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import DeviceKind, Hardware
-from perfmodel.row_rules import configuration, number, with_compute
 from perfmodel.step_terms import StepBasis, Work
-from perfmodel.validation import Measured
 
 # Columns without which a table is another table.
 REQUIRED = ("model", "gpu", "scenario", "isl", "osl", "concurrency_or_batch")

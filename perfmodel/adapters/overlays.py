@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
+from perfmodel.calibration.recalibration import Multipliers
 from perfmodel.errors import ConfigError
-from perfmodel.recalibration import Multipliers
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from perfmodel.adapters.measured import Refused
-    from perfmodel.calibration import Penalties
-    from perfmodel.validation import Calibrated, Measured, Predicted
+    from perfmodel.calibration.fit import Penalties
+    from perfmodel.calibration.validation import Calibrated, Measured, Predicted
 
 # Groups with fewer points are summed up in the report's totals only.
 _LEAST_GROUP_POINTS = 5
@@ -75,9 +75,9 @@ def _calibrated(
     """The report, the fitted set with its bands, and all cross-validated answers."""
     from dataclasses import replace
 
-    from perfmodel import validation
     from perfmodel.adapters.compiled_code import remember_compiled_loops
-    from perfmodel.calibration import Penalties, Scheme
+    from perfmodel.calibration import validation
+    from perfmodel.calibration.fit import Penalties, Scheme
 
     remember_compiled_loops()
     penalties = Penalties()
@@ -116,7 +116,7 @@ def _chosen(rows: Sequence[Measured]) -> tuple[Penalties, dict[str, float]]:
     """The ridge weights with the least error on pairs left out, and the median errors of all candidates."""
     from dataclasses import fields, replace
 
-    from perfmodel.calibration import Penalties, Problem, choose_penalties
+    from perfmodel.calibration.fit import Penalties, Problem, choose_penalties
 
     points = [point for row in rows if (point := row.observation()) is not None]
     base = Penalties()
@@ -172,9 +172,9 @@ def _figure(answers: Sequence[Predicted]) -> object:
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    from perfmodel.calibration import Scheme
+    from perfmodel.calibration.fit import Scheme
+    from perfmodel.calibration.validation import kind_name, quantity_pairs
     from perfmodel.estimate import Quantity
-    from perfmodel.validation import kind_name, quantity_pairs
 
     figure = make_subplots(cols=2, subplot_titles=("TPOT (ms), curves left out", "TTFT (ms), curves left out"))
     shown = [answer for answer in answers if answer.scheme is Scheme.WITHIN]

@@ -2,7 +2,7 @@
 tokens.
 
 Owns: the command's options, the layout of its JSON, table and plot. Does not own: the sweep (`pareto`), what fits
-(`fleet_options`) or the spec's fields (`spec_file`). Without a spec the devices are named on the command line, priced
+(`search.options`) or the spec's fields (`spec_file`). Without a spec the devices are named on the command line, priced
 from the catalogue where it has a price, and null in the answer where it has none.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perfmodel.adapters.catalog import Catalog
     from perfmodel.adapters.offer_prices import OfferPrice
     from perfmodel.adapters.spec_file import SizeSpec
-    from perfmodel.pareto import Point
+    from perfmodel.search.pareto import Point
     from perfmodel.serving import Lengths
 
 # Devices of each kind when no spec says how many there are: one full scale-up domain of most vendors.
@@ -113,7 +113,7 @@ def _of_options(
     from perfmodel.adapters.offer_prices import priced_alike
     from perfmodel.adapters.spec_file import SizeSpec
     from perfmodel.hardware import NumberFormat
-    from perfmodel.plan import Choices, Fleet, Offer, PurchaseUnit
+    from perfmodel.search.plan import Choices, Fleet, Offer, PurchaseUnit
     from perfmodel.serving import Lengths
 
     catalog.model(model)
@@ -139,8 +139,8 @@ def _points(asked: _Asked, catalog: Catalog, *, mixed: bool) -> list[Point]:
     from perfmodel.adapters.compiled_code import remember_compiled_loops
     from perfmodel.adapters.size_report import engine_steps
     from perfmodel.errors import ConfigError
-    from perfmodel.fleet_options import engine_options
-    from perfmodel.pareto import points
+    from perfmodel.search.options import engine_options
+    from perfmodel.search.pareto import points
 
     context = int(asked.lengths.input_tokens + asked.lengths.output_tokens)
     options, refusals = engine_options(catalog.model(asked.model), asked.spec.fleet, asked.spec.choices, context)
@@ -161,7 +161,7 @@ def _usd(point: Point, asked: _Asked) -> float | None:
 
 def _as_json(found: list[Point], asked: _Asked) -> dict[str, object]:
     from perfmodel.adapters.offer_prices import prices_json
-    from perfmodel.pareto import fronts
+    from perfmodel.search.pareto import fronts
 
     return {
         "model": asked.model,
@@ -197,7 +197,7 @@ def _show(found: list[Point], asked: _Asked) -> None:
     from rich.table import Table
 
     from perfmodel.adapters.offer_prices import price_words, unknown_words
-    from perfmodel.pareto import fronts
+    from perfmodel.search.pareto import fronts
 
     console = Console()
     for names, points in fronts(found).items():
@@ -227,7 +227,7 @@ def _figure(found: list[Point], asked: _Asked) -> Figure:
     from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
-    from perfmodel.pareto import fronts
+    from perfmodel.search.pareto import fronts
 
     drawn = make_subplots(rows=1, cols=2, subplot_titles=("Throughput of a device", "Price of a million output tokens"))
     for place, (names, points) in enumerate(fronts(found).items()):

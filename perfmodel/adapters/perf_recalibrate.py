@@ -19,7 +19,7 @@ import typer
 from perfmodel.adapters import perf_output
 
 if TYPE_CHECKING:
-    from perfmodel.recalibration import DriftLimits, Multipliers, Recalibration, Scrape, Steps, Window
+    from perfmodel.calibration.recalibration import DriftLimits, Multipliers, Recalibration, Scrape, Steps, Window
 
 # A metrics page takes milliseconds; one that takes this long is of no use.
 _FETCH_S = 10.0
@@ -69,7 +69,7 @@ def recalibrate(  # noqa: PLR0913 typer makes one option of each parameter
 ) -> None:
     """Update a pool's coefficients from live metrics; exit 1 when it has drifted away from the model."""
     from perfmodel.adapters.overlays import PoolOverlay, read_overlay, write_overlay
-    from perfmodel.recalibration import recalibrated
+    from perfmodel.calibration.recalibration import recalibrated
 
     with perf_output.guard():
         _check(windows, window_s, max_batched_tokens)
@@ -109,8 +109,8 @@ def _check(windows: int, window_s: float, max_batched_tokens: int) -> None:
 
 def _limits(band_ratio: float, alarm_windows: int) -> DriftLimits:
     """What drift is. Raises ConfigError in the words of the command line."""
+    from perfmodel.calibration.recalibration import DriftLimits
     from perfmodel.errors import ConfigError
-    from perfmodel.recalibration import DriftLimits
 
     try:
         return DriftLimits(band_ratio, alarm_windows)
@@ -197,7 +197,7 @@ def _is_engine(page: _Page) -> bool:
 
 
 def _scrape(page: _Page) -> Scrape:
-    from perfmodel.recalibration import Scrape
+    from perfmodel.calibration.recalibration import Scrape
 
     def count(name: str) -> int:
         return round(page.get(f"vllm:{name}", 0.0))
@@ -237,8 +237,8 @@ class _Measured:
     @classmethod
     def of(cls, pages: Mapping[str, Sequence[_Page]]) -> _Measured:
         """Pair the scrapes of each source. Raises ConfigError when there is no engine among them."""
+        from perfmodel.calibration.recalibration import window_between
         from perfmodel.errors import ConfigError
-        from perfmodel.recalibration import window_between
 
         engines = {name: list(map(_scrape, each)) for name, each in pages.items() if _is_engine(each[0])}
         if not engines:
@@ -257,7 +257,7 @@ class _Measured:
 
     def observed(self, steps: Steps, in_use: Multipliers, max_batched_tokens: int) -> list[list[Any]]:
         """The used windows of each round against the model."""
-        from perfmodel.recalibration import WindowUse, observe
+        from perfmodel.calibration.recalibration import WindowUse, observe
 
         return [
             [observe(steps, window, in_use, max_batched_tokens) for window in each if window.use is WindowUse.USED]

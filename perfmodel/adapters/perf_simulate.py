@@ -1,7 +1,7 @@
 """The command `inferplane perf simulate`: a trace through simulated engines, behind a routing policy by name.
 
 Owns: its options, its output and its plot. Does not own: the simulation (`simulation`), traces (`traces`,
-`trace_copies`), engines (`sim_fleet_file`) or policies (`policy_names`). Contract of the JSON: the keys of `_answer`,
+`traces.copies`), engines (`sim_fleet_file`) or policies (`policy_names`). Contract of the JSON: the keys of `_answer`,
 in that order. All but `wall_s`, its last key, depends on the input and `--seed` alone: the same bytes every time.
 """
 
@@ -21,9 +21,9 @@ from perfmodel.adapters.perf_output import fail, guard, progress, show_json
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from perfmodel.simulation import ClosedLoop, Durations, OpenLoop, SimResult
-    from perfmodel.trace import Trace
-    from perfmodel.trace_copies import Copies
+    from perfmodel.simulation.run import ClosedLoop, Durations, OpenLoop, SimResult
+    from perfmodel.traces.copies import Copies
+    from perfmodel.traces.trace import Trace
 
 # Seconds of arrivals that are in memory at once: at 100 requests/s a window of long prompts is a few MB.
 _WINDOW_S = 30.0
@@ -160,7 +160,7 @@ def _run(asked: _Request) -> None:
     from perfmodel.adapters.plots import check_plot_path, write_plot
     from perfmodel.adapters.policy_names import policy_factory
     from perfmodel.adapters.sim_fleet_file import EngineOptions, engines_of
-    from perfmodel.simulation import SimOptions, simulate
+    from perfmodel.simulation.run import SimOptions, simulate
 
     words = asked.engine
     if asked.plot is not None:
@@ -207,8 +207,8 @@ def _workload(path: Path, load: tuple[int, float | None, int], closed: bool) -> 
     """The workload and about how many requests it has. `load`: copies, seconds (None: once), seed."""
     from perfmodel.adapters.traces import read_trace
     from perfmodel.errors import ConfigError
-    from perfmodel.simulation import ClosedLoop, OpenLoop
-    from perfmodel.trace_copies import Copies
+    from perfmodel.simulation.run import ClosedLoop, OpenLoop
+    from perfmodel.traces.copies import Copies
 
     copy_count, duration_s, seed = load
     if duration_s is not None and not 0 < duration_s < math.inf:
@@ -298,7 +298,7 @@ def _show_table(result: SimResult, policy: str, wall_s: float) -> None:
 
 def _show_overload(result: SimResult, slo_ttft_s: float, closed_loop: bool) -> None:
     """One line when the queue grew until the last arrival: then the times above are those of the trace's length."""
-    from perfmodel.simulation import growing_queue
+    from perfmodel.simulation.run import growing_queue
 
     found = growing_queue(result.timeline, slo_ttft_s)
     if found is None:

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from perfmodel.adapters.size_report import Answer
-    from perfmodel.fleet_rating import Check
+    from perfmodel.search.rating import Check
 
 
 def size(
@@ -64,7 +64,7 @@ def _check(policy: str) -> Check:
     """The simulation under this policy. Raises ConfigError for an unknown name."""
     from perfmodel.adapters.compiled_code import remember_compiled_code
     from perfmodel.adapters.policy_names import policy_factory
-    from perfmodel.fleet_simulation import simulated
+    from perfmodel.search.simulated import simulated
 
     factory = policy_factory(policy)
     remember_compiled_code()

@@ -1,7 +1,7 @@
 """`inferplane perf trace`: make a trace of a known kind of traffic, or say what a trace is like.
 
-Owns: its options and what it prints. Does not own: the generators (`trace_generators`), the statistics
-(`trace_statistics`) or the file format (`traces`). A made-up trace names its seed: the same options, the same bytes.
+Owns: its options and what it prints. Does not own: the generators (`traces.generators`), the statistics
+(`traces.statistics`) or the file format (`traces`). A made-up trace names its seed: the same options, the same bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import typer
 from perfmodel.adapters import perf_output
 
 if TYPE_CHECKING:
-    from perfmodel.trace import Trace
-    from perfmodel.trace_generators import Demand
-    from perfmodel.trace_statistics import TraceStatistics
+    from perfmodel.traces.generators import Demand
+    from perfmodel.traces.statistics import TraceStatistics
+    from perfmodel.traces.trace import Trace
 
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 # Prefix statistics of a new trace are worked out up to this many blocks (about 3 GB); a longer one has none.
@@ -40,7 +40,7 @@ _RATE_HELP = (
     "Requests a second, the mean over many traces; a short one of bursts or long sessions can be 20 % below or 50 % "
     "above. The output shows the rate that came of it beside the asked one."
 )
-# Option that only some profiles read -> those profiles (`trace_generators`: who draws tenants, blocks, arrival times).
+# Option that only some profiles read -> those profiles (`traces.generators`: who draws tenants, blocks, arrival times).
 _PROFILES_OF = {
     "reading": ("agent",),
     "batch_kind": ("batch",),
@@ -94,7 +94,7 @@ def trace(  # noqa: PLR0913 typer makes one option of each parameter
 ) -> None:
     """Make a trace of requests with published statistics, or print the statistics of one."""
     from perfmodel.adapters.traces import read_trace
-    from perfmodel.trace_statistics import statistics
+    from perfmodel.traces.statistics import statistics
 
     with perf_output.guard():
         _check_effects([name for name in _MAKING if _typed(ctx, name)], stats, profile)
@@ -123,7 +123,7 @@ def _typed(ctx: typer.Context, parameter: str) -> bool:
 def _check_effects(given: list[str], stats: Path | None, profile: str | None) -> None:
     """Raises ConfigError for an option that would change nothing, naming what stands against it."""
     from perfmodel.errors import ConfigError
-    from perfmodel.trace_generators import Profile
+    from perfmodel.traces.generators import Profile
 
     for name in given:
         option = f"--{name.replace('_', '-')}"
@@ -148,9 +148,9 @@ def _one_of(option: str, value: str, known: Sequence[str]) -> str:
 def _demand(words: dict[str, str | None], numbers: dict[str, Any]) -> Demand:
     """The demand that was typed. Raises ConfigError in the words of the command line."""
     from perfmodel.errors import ConfigError
-    from perfmodel.trace_arrivals import CurveName
-    from perfmodel.trace_generators import BatchKind, Demand, Profile
-    from perfmodel.trace_sessions import AgentReading
+    from perfmodel.traces.arrivals import CurveName
+    from perfmodel.traces.generators import BatchKind, Demand, Profile
+    from perfmodel.traces.sessions import AgentReading
 
     def chosen(option: str, known: type[Any], value: str | None) -> Any:
         if value is None:
@@ -178,8 +178,8 @@ def _write(demand: Demand, out: Path) -> Trace:
     """Write the trace piece by piece, and keep what its statistics need: a very long one keeps no blocks."""
     from perfmodel.adapters.traces import write_trace
     from perfmodel.errors import ConfigError
-    from perfmodel.trace import joined
-    from perfmodel.trace_generators import generate_parts
+    from perfmodel.traces.generators import generate_parts
+    from perfmodel.traces.trace import joined
 
     if out.suffix not in (".gz", ".jsonl"):
         raise ConfigError(f"--out is {out}; expected a file name that ends in .jsonl or .jsonl.gz")

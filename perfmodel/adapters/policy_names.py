@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from perfmodel.errors import ConfigError
-from perfmodel.policy import PolicyFactory
+from perfmodel.simulation.policy import PolicyFactory
 
 GROUP = "inferplane.policies"
 

@@ -25,7 +25,7 @@ from perfmodel.adapters.coefficient_file import load_coefficients
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import NumberFormat
 from perfmodel.memory import EngineShape
-from perfmodel.simulation import EngineSpec, HandOver, LowerTier
+from perfmodel.simulation.run import EngineSpec, HandOver, LowerTier
 from perfmodel.step_time import StepModel, StepTable
 
 _TEXTS = ("pool", "model", "gpu", "dtype", "kv_dtype", "role", "zone")

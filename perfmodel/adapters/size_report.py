@@ -1,7 +1,7 @@
 """What `perf size` answers: the searches of a spec's periods put together, as JSON, as a table and as a plot.
 
-Owns: the keys of the answer and its wording. Does not own: any figure in it (`search`, `fleet_costs`, `fleet_flips`,
-`fleet_moves`). Keys name their unit; what is not known is null, never 0.
+Owns: the keys of the answer and its wording. Does not own: any figure in it (`search`, `search.costs`, `search.flips`,
+`search.moves`). Keys name their unit; what is not known is null, never 0.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from perfmodel.adapters.offer_prices import price_words, prices_json
 from perfmodel.adapters.spec_file import Period, SizeSpec
 from perfmodel.coefficients import Band, Coefficients
 from perfmodel.estimate import Known
-from perfmodel.fleet_certainty import Certainty, certainty
-from perfmodel.fleet_check import replayed
-from perfmodel.fleet_costs import TokenCosts, group_costs
-from perfmodel.fleet_flips import BreakEven, Flip, break_evens, input_flips, plan_words
-from perfmodel.fleet_moves import Moves, StartSpeed, moves
-from perfmodel.fleet_rating import Check, Memory, Rater
-from perfmodel.fleet_steps import AfdSteps, BandwidthSteps
-from perfmodel.plan import Candidate, EngineOption, PoolPlan, Rejection, TrafficClass
-from perfmodel.search import EngineSteps, Problem, Sized, size
+from perfmodel.search.certainty import Certainty, certainty
+from perfmodel.search.cheapest import EngineSteps, Problem, Sized, size
+from perfmodel.search.check import replayed
+from perfmodel.search.costs import TokenCosts, group_costs
+from perfmodel.search.flips import BreakEven, Flip, break_evens, input_flips, plan_words
+from perfmodel.search.moves import Moves, StartSpeed, moves
+from perfmodel.search.plan import Candidate, EngineOption, PoolPlan, Rejection, TrafficClass
+from perfmodel.search.rating import Check, Memory, Rater
+from perfmodel.search.steps import AfdSteps, BandwidthSteps
 from perfmodel.serving import Steps
 from perfmodel.step_time import StepModel
 
@@ -423,7 +423,7 @@ def _figures(period: Period, found: Candidate, sure: Certainty | None) -> tuple[
 
 
 def _engine_words(pool: PoolPlan) -> str:
-    from perfmodel.fleet_candidates import described
+    from perfmodel.search.candidates import described
 
     return described(pool.option)
 
@@ -481,7 +481,7 @@ def figure(answer: Answer) -> Figure:
 def _draw_rows(drawn: Figure, period: PeriodAnswer, names: tuple[str, ...], rows: object) -> None:
     import numpy as np
 
-    from perfmodel.fleet_candidates import Rows
+    from perfmodel.search.candidates import Rows
 
     assert isinstance(rows, Rows)
     used = rows.bill.units > 0

@@ -21,7 +21,8 @@ from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.offer_prices import SPEC_KIND, OfferPrice, is_rented, shared_kind
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import Hardware, NumberFormat
-from perfmodel.plan import (
+from perfmodel.price import Ownership, PriceKind
+from perfmodel.search.plan import (
     Choices,
     Demand,
     DemandLevel,
@@ -34,7 +35,6 @@ from perfmodel.plan import (
     Topology,
     TrafficClass,
 )
-from perfmodel.price import Ownership, PriceKind
 from perfmodel.serving import LengthLaw
 
 _Word = TypeVar("_Word", bound=StrEnum)

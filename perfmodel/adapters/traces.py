@@ -18,7 +18,7 @@ from typing import IO, Any
 import orjson
 
 from perfmodel.errors import ConfigError
-from perfmodel.trace import Tier, Trace, joined, trace_of
+from perfmodel.traces.trace import Tier, Trace, joined, trace_of
 
 # Lines read or written at once: a chunk of long prompts (130 blocks each) is about 10 MB.
 _CHUNK_ROWS = 8192

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from perfmodel.simulation import EngineSpec, OpenLoop, simulate
-from perfmodel.trace import Trace, trace_of
-from perfmodel.trace_copies import Copies
+from perfmodel.simulation.run import EngineSpec, OpenLoop, simulate
+from perfmodel.traces.copies import Copies
+from perfmodel.traces.trace import Trace, trace_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 RATE_PER_S, ENGINES, BLOCK_TOKENS, WINDOW_S = 100.0, 32, 512, 30.0

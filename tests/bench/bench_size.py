@@ -24,12 +24,12 @@ from perfmodel.adapters.catalog import load_catalog
 from perfmodel.adapters.compiled_code import remember_compiled_code
 from perfmodel.adapters.size_report import Answer, answered
 from perfmodel.adapters.spec_file import SizeSpec, read_spec
-from perfmodel.fleet_candidates import GroupCandidates
-from perfmodel.fleet_rating import Rater, judged, latencies
-from perfmodel.fleet_simulation import played_out, simulated
-from perfmodel.plan import EngineOption, Fleet, PoolPlan, PoolRole, added_counts
-from perfmodel.policy import PolicyFactory
-from perfmodel.purchase import Purchasing
+from perfmodel.search.candidates import GroupCandidates
+from perfmodel.search.plan import EngineOption, Fleet, PoolPlan, PoolRole, added_counts
+from perfmodel.search.purchase import Purchasing
+from perfmodel.search.rating import Rater, judged, latencies
+from perfmodel.search.simulated import played_out, simulated
+from perfmodel.simulation.policy import PolicyFactory
 from router.adapters.policies import least_requests
 
 SPEC = Path("examples/size/fleet32.yaml")
@@ -137,7 +137,7 @@ class BruteForce:
 
 def options_of(group: GroupCandidates, spec: SizeSpec) -> list[EngineOption]:
     """Every engine that fits, as the search saw them."""
-    from perfmodel.fleet_options import engine_options
+    from perfmodel.search.options import engine_options
 
     classes = group.rater.load.classes
     context = max(each.demand.longest_tokens for each in classes)

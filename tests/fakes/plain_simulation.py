@@ -1,12 +1,13 @@
 """The simulation's own sources run as plain Python, whole or with one fault planted in them.
 
-Owns: loading private copies of the modules with the compiler taken out (`sim_compile` replaced) and, for a mutant, one
+Owns: loading private copies of the modules with the compiler taken out (`compiling` replaced) and, for a mutant, one
 piece of text replaced. Does not own: any property. Why sources and not subclasses: compiled functions call each other
 directly, so nothing can be overridden; and plain Python shows that the compiled code does what the source says.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +16,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import perfmodel
+import perfmodel.simulation
 
 MODULES = (
-    "sim_sketch",
-    "sim_state",
-    "sim_blocks",
-    "sim_record",
-    "sim_engine",
-    "sim_cluster",
-    "sim_arrivals",
-    "simulation",
+    "sketch",
+    "state",
+    "blocks",
+    "record",
+    "engine",
+    "cluster",
+    "arrivals",
+    "run",
 )
-FOLDER = Path(str(perfmodel.__file__)).parent
-PRIVATE = "plain_perfmodel"
+FOLDER = Path(str(perfmodel.simulation.__file__)).parent
+PRIVATE = "plain_simulation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ class Fault:
 
 @contextmanager
 def plain_simulation(fault: Fault | None = None) -> Iterator[ModuleType]:
-    """The module `simulation` of a private copy."""
-    names = [PRIVATE, f"{PRIVATE}.sim_compile", *(f"{PRIVATE}.{name}" for name in MODULES)]
+    """The module `run` of a private copy."""
+    names = [PRIVATE, f"{PRIVATE}.compiling", *(f"{PRIVATE}.{name}" for name in MODULES)]
     try:
         package = sys.modules[PRIVATE] = ModuleType(PRIVATE)
         package.__path__ = []
-        compiler: Any = ModuleType(f"{PRIVATE}.sim_compile")
+        compiler: Any = ModuleType(f"{PRIVATE}.compiling")
         compiler.compiled = same
         compiler.columns_of = lambda name, layout: same
         compiler.address_book = same
@@ -60,10 +61,10 @@ def plain_simulation(fault: Fault | None = None) -> Iterator[ModuleType]:
             if fault is not None and fault.module == name:
                 assert source.count(fault.text) == 1, f"{fault.name}: {source.count(fault.text)} places in {name}"
                 source = source.replace(fault.text, fault.by)
-            source = source.replace("from perfmodel.sim_", f"from {PRIVATE}.sim_")
+            source = re.sub(r"from perfmodel\.simulation\.(?!policy )", f"from {PRIVATE}.", source)
             module = sys.modules[f"{PRIVATE}.{name}"] = ModuleType(f"{PRIVATE}.{name}")
             exec(compile(source, f"plain {name}", "exec"), module.__dict__)
-        yield sys.modules[f"{PRIVATE}.simulation"]
+        yield sys.modules[f"{PRIVATE}.run"]
     finally:
         for name in names:
             sys.modules.pop(name, None)

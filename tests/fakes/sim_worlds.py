@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perfmodel.policy import Ask, PolicyFleet, Usage
 from perfmodel.scheduler import EngineConfig, EngineCore
+from perfmodel.simulation.policy import Ask, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
-from perfmodel.trace import Trace, trace_of
+from perfmodel.traces.trace import Trace, trace_of
 from perfmodel.workload import SimRequest
 
 TABLE = StepTable(

@@ -14,7 +14,8 @@ from perfmodel import memory
 from perfmodel.adapters.catalog import load_catalog
 from perfmodel.architecture import Architecture
 from perfmodel.hardware import DeviceKind, Hardware
-from perfmodel.plan import (
+from perfmodel.search.cheapest import Problem
+from perfmodel.search.plan import (
     Choices,
     Demand,
     EngineOption,
@@ -26,7 +27,6 @@ from perfmodel.plan import (
     Topology,
     TrafficClass,
 )
-from perfmodel.search import Problem
 from perfmodel.step_time import BatchShape, StepTable
 
 REACHED = 0.7

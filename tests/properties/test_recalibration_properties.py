@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from perfmodel.recalibration import (
+from perfmodel.calibration.recalibration import (
     DriftLimits,
     Multipliers,
     Observation,

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from perfmodel import fleet_candidates, fleet_choice
-from perfmodel.fleet_candidates import CandidateSearch, Trial
-from perfmodel.fleet_rating import Latencies, Verdict, judged
-from perfmodel.plan import Demand, Offer, Plan, Slo, SpareRule, Topology
-from perfmodel.purchase import Bill, Counts, Purchasing
-from perfmodel.search import size
+from perfmodel.search import candidates, choice
+from perfmodel.search.candidates import CandidateSearch, Trial
+from perfmodel.search.cheapest import size
+from perfmodel.search.plan import Demand, Offer, Plan, Slo, SpareRule, Topology
+from perfmodel.search.purchase import Bill, Counts, Purchasing
+from perfmodel.search.rating import Latencies, Verdict, judged
 from tests.exploring import examples
 from tests.fakes.sizing import CARD, CHEAP, CHOICES, FAST, Setting, offer, problem, traffic
 
@@ -203,13 +203,13 @@ def promises_are_broken(patch: pytest.MonkeyPatch) -> None:
         nothing = np.zeros_like(honest.tpot_use)
         return replace(honest, tpot_use=nothing, goodput_short=nothing)
 
-    patch.setattr(fleet_candidates, "judged", easy)
+    patch.setattr(candidates, "judged", easy)
 
 
 def the_roomiest_wins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trial, "order", property(lambda self: (self.use_ratio, self.usd_per_h, self.key)))
-    honest = fleet_candidates.trials
-    patch.setattr(fleet_choice, "trials", lambda group: iter(sorted(honest(group), key=lambda each: each.order)))
+    honest = candidates.trials
+    patch.setattr(choice, "trials", lambda group: iter(sorted(honest(group), key=lambda each: each.order)))
 
 
 def all_stock_is_used(patch: pytest.MonkeyPatch) -> None:
@@ -226,13 +226,13 @@ def the_last_listed_wins(patch: pytest.MonkeyPatch) -> None:
         return (round(self.usd_per_h, 6), 0.0, ())
 
     patch.setattr(Trial, "order", property(first))
-    patch.setattr(fleet_choice, "_MOST_TIED", 1)
+    patch.setattr(choice, "_MOST_TIED", 1)
 
     def listed(group):  # type: ignore[no-untyped-def]  # a fault, its types are the original's
-        made = [fleet_candidates.trial(group, rows, at) for rows in group.rows for at in range(len(rows.first))]
+        made = [candidates.trial(group, rows, at) for rows in group.rows for at in range(len(rows.first))]
         return iter(sorted(made, key=lambda each: each.usd_per_h))
 
-    patch.setattr(fleet_choice, "trials", listed)
+    patch.setattr(choice, "trials", listed)
 
 
 def a_tighter_promise_is_easier(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def a_tighter_promise_is_easier(patch: pytest.MonkeyPatch) -> None:
         slow = np.maximum(honest.tpot_use, 0.02 / np.maximum(honest.tpot_use, 1e-9))
         return replace(honest, tpot_use=slow)
 
-    patch.setattr(fleet_candidates, "judged", upside_down)
+    patch.setattr(candidates, "judged", upside_down)
 
 
 FAULTS = [

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import perfmodel.simulation
+import perfmodel.simulation.run
 from perfmodel.adapters.compiled_code import remember_compiled_code
 from tests.exploring import examples
 from tests.fakes.plain_simulation import Fault, plain_simulation
@@ -72,13 +72,13 @@ def clusters(fewest: int) -> st.SearchStrategy[World]:
 @given(singles(1))
 @settings(max_examples=examples(300), deadline=None)
 def test_the_fast_engine_keeps_the_times_of_the_step_by_step_engine(world: World) -> None:
-    check_against_core(perfmodel.simulation, world)
+    check_against_core(perfmodel.simulation.run, world)
 
 
 @given(clusters(1))
 @settings(max_examples=examples(300), deadline=None)
 def test_a_cluster_keeps_its_promises(world: World) -> None:
-    check(perfmodel.simulation, world)
+    check(perfmodel.simulation.run, world)
 
 
 @given(clusters(1))
@@ -89,34 +89,34 @@ def test_the_sources_as_plain_python_keep_them_too(world: World) -> None:
 
 
 FAULTS = [
-    Fault("no growth of context in a run", "sim_engine", "engine.slope_s * (steps * (steps - 1) / 2)", "0.0"),
-    Fault("arrivals wait for the run's end", "sim_engine", "        shorten(c, e, now_s)\n", "        pass\n"),
-    Fault("the last come is served first", "sim_engine", "        engine.waiting_head = r\n    engine.waiting_tail = r",
+    Fault("no growth of context in a run", "engine", "engine.slope_s * (steps * (steps - 1) / 2)", "0.0"),
+    Fault("arrivals wait for the run's end", "engine", "        shorten(c, e, now_s)\n", "        pass\n"),
+    Fault("the last come is served first", "engine", "        engine.waiting_head = r\n    engine.waiting_tail = r",
           "        engine.waiting_head = r\n    request.queue_next, engine.waiting_head = (-1 if engine.waiting_head "
           "== r else engine.waiting_head), r\n    engine.waiting_tail = r"),
-    Fault("a block leaks at release", "sim_blocks", "range(request.block_count - 1, -1, -1)",
+    Fault("a block leaks at release", "blocks", "range(request.block_count - 1, -1, -1)",
           "range(request.block_count - 2, -1, -1)"),
-    Fault("a cached block stays in the free queue when it is held again", "sim_blocks",
+    Fault("a cached block stays in the free queue when it is held again", "blocks",
           "        if c.blocks[block].ref == 0:\n            unlink(c, e, block)\n", ""),
-    Fault("the last token comes from the cache", "sim_blocks",
+    Fault("the last token comes from the cache", "blocks",
           "limit = (request.tokens - 1) // c.totals[0].block_tokens\n    count",
           "limit = request.tokens // c.totals[0].block_tokens\n    count"),
-    Fault("a shared block is not counted", "sim_blocks", "        c.blocks[block].ref += 1\n",
+    Fault("a shared block is not counted", "blocks", "        c.blocks[block].ref += 1\n",
           "        c.blocks[block].ref = 1\n"),
-    Fault("the budget does not shrink", "sim_engine", "    plan.budget -= tokens\n", "    plan.budget -= 0\n"),
-    Fault("lost tokens are not counted", "sim_engine", "    c.totals[0].lost_tokens += request.computed\n", ""),
-    Fault("an answer ends a token early", "sim_engine", "if made >= request.output:",
+    Fault("the budget does not shrink", "engine", "    plan.budget -= tokens\n", "    plan.budget -= 0\n"),
+    Fault("lost tokens are not counted", "engine", "    c.totals[0].lost_tokens += request.computed\n", ""),
+    Fault("an answer ends a token early", "engine", "if made >= request.output:",
           "if made >= max(1, request.output - 1):"),
-    Fault("the newest free block is evicted first", "sim_blocks", "        block = c.engines[e].free_head\n",
+    Fault("the newest free block is evicted first", "blocks", "        block = c.engines[e].free_head\n",
           "        block = c.engines[e].free_tail\n"),
-    Fault("hidden speeds are not seeded", "simulation", "dice = np.random.default_rng(options.seed)\n    hidden",
+    Fault("hidden speeds are not seeded", "run", "dice = np.random.default_rng(options.seed)\n    hidden",
           "dice = np.random.default_rng()\n    hidden"),
-    Fault("restored tokens are computed as well", "sim_engine", "else (hits + restored) * width",
+    Fault("restored tokens are computed as well", "engine", "else (hits + restored) * width",
           "else hits * width", engines="tier"),
-    Fault("a hand-over computes the prompt again", "sim_engine",
+    Fault("a hand-over computes the prompt again", "engine",
           "request.computed = request.tokens - 1 if request.carried else",
           "request.computed = 0 if request.carried else"),
-    Fault("a hand-over arrives before it left", "sim_engine", "    _push(c, engine.link_free_s, r, target)",
+    Fault("a hand-over arrives before it left", "engine", "    _push(c, engine.link_free_s, r, target)",
           "    _push(c, request.arrival_s - 1.0, r, target)"),
 ]  # fmt: skip
 

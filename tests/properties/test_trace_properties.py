@@ -18,10 +18,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from perfmodel.errors import ConfigError
-from perfmodel.trace import Trace, joined, predecessors, trace_of
-from perfmodel.trace_copies import Copies
-from perfmodel.trace_generators import Demand, Profile, generate, generate_parts
-from perfmodel.trace_statistics import prefix_statistics
+from perfmodel.traces.copies import Copies
+from perfmodel.traces.generators import Demand, Profile, generate, generate_parts
+from perfmodel.traces.statistics import prefix_statistics
+from perfmodel.traces.trace import Trace, joined, predecessors, trace_of
 from tests.exploring import examples
 
 WIDTH = 4

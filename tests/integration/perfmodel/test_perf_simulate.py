@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from perfmodel.adapters import policy_names
 from perfmodel.adapters.perf_simulate import simulate
 from perfmodel.adapters.traces import write_trace
-from perfmodel.trace import trace_of
+from perfmodel.traces.trace import trace_of
 from router.adapters import policies
 
 KEYS = ["requests", "completed", "ttft_ms", "tpot_ms", "prefix_hit_ratio", "output_tok_per_s", "goodput_ratio", "sim_s"]

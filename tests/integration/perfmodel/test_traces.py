@@ -16,9 +16,9 @@ import pytest
 
 from perfmodel.adapters.traces import read_trace, stream_trace, write_trace
 from perfmodel.errors import ConfigError
-from perfmodel.trace import Trace
-from perfmodel.trace_copies import Copies
-from perfmodel.trace_generators import Demand, Profile, generate
+from perfmodel.traces.copies import Copies
+from perfmodel.traces.generators import Demand, Profile, generate
+from perfmodel.traces.trace import Trace
 
 GOOD: dict[str, Any] = {
     "t": 0.0, "session": "a", "isl": 25, "osl": 3, "blocks": [0, 1], "block_tokens": 10, "tier": "chat",

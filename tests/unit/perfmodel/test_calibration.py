@@ -12,12 +12,12 @@ import pytest
 from perfmodel.adapters.catalog import Catalog, load_catalog
 from perfmodel.adapters.coefficient_file import CoefficientFile, dump_coefficients, load_coefficients
 from perfmodel.adapters.measured import configured, usable_rows
-from perfmodel.calibration import Observation, Penalties, Problem, Scheme, cross_validate, fit, folds, predict
+from perfmodel.calibration.fit import Observation, Penalties, Problem, Scheme, cross_validate, fit, folds, predict
+from perfmodel.calibration.validation import error_table, first_factors
 from perfmodel.coefficients import ERA_LEVERS, GENERATION_LEVERS, Coefficients, Lever, bounds
 from perfmodel.errors import ConfigError
 from perfmodel.steady import Steady, settle
 from perfmodel.step_terms import TERMS, Term
-from perfmodel.validation import error_table, first_factors
 
 # What one set of coefficients may have (the limits): global values are terms, formats and benchmark shares.
 MOST_GLOBAL, MOST_PER_ERA, MOST_PER_GENERATION = 25, 6, 4

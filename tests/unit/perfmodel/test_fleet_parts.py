@@ -13,18 +13,18 @@ import pytest
 from perfmodel.adapters.catalog import load_catalog
 from perfmodel.disaggregation import afd_step
 from perfmodel.errors import ConfigError
-from perfmodel.fleet_costs import group_costs
-from perfmodel.fleet_flips import break_evens, slo_flips
-from perfmodel.fleet_moves import StartSpeed, moves
-from perfmodel.fleet_options import bounds, engine_options
-from perfmodel.fleet_rating import Rater, at_share, group_load, share_within
-from perfmodel.fleet_simulation import demand_trace, played_out, simulated
-from perfmodel.fleet_steps import AfdSteps, BandwidthSteps, afd_engine
-from perfmodel.plan import Fleet, Plan, PoolPlan, PoolRole, RackLimit, Slo, Topology
-from perfmodel.policy import Ask, PolicyFleet, Usage
-from perfmodel.purchase import Purchasing
-from perfmodel.search import Sized, size
+from perfmodel.search.cheapest import Sized, size
+from perfmodel.search.costs import group_costs
+from perfmodel.search.flips import break_evens, slo_flips
+from perfmodel.search.moves import StartSpeed, moves
+from perfmodel.search.options import bounds, engine_options
+from perfmodel.search.plan import Fleet, Plan, PoolPlan, PoolRole, RackLimit, Slo, Topology
+from perfmodel.search.purchase import Purchasing
+from perfmodel.search.rating import Rater, at_share, group_load, share_within
+from perfmodel.search.simulated import demand_trace, played_out, simulated
+from perfmodel.search.steps import AfdSteps, BandwidthSteps, afd_engine
 from perfmodel.serving import LengthLaw
+from perfmodel.simulation.policy import Ask, PolicyFleet, Usage
 from perfmodel.step_time import decode_batch
 from tests.fakes.sizing import (
     CARD,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from perfmodel.errors import ConfigError
-from perfmodel.fleet_options import engine_options
-from perfmodel.pareto import Point, front, fronts, points
-from perfmodel.plan import EngineOption, Fleet
+from perfmodel.search.options import engine_options
+from perfmodel.search.pareto import Point, front, fronts, points
+from perfmodel.search.plan import EngineOption, Fleet
 from perfmodel.serving import Lengths, Steps
 from perfmodel.step_time import decode_batch
 from tests.fakes.sizing import CARD, CHEAP, CHOICES, FAST, OFFERS, RooflineSteps, architecture, offer

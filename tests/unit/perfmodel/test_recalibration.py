@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from perfmodel.errors import ConfigError
-from perfmodel.recalibration import (
+from perfmodel.calibration.recalibration import (
     DriftLimits,
     Multipliers,
     Observation,
@@ -23,6 +22,7 @@ from perfmodel.recalibration import (
     recalibrated,
     window_between,
 )
+from perfmodel.errors import ConfigError
 from perfmodel.step_time import BatchShape, decode_batch, prefill_batch
 
 BUDGET_TOKENS = 2048

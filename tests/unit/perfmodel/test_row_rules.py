@@ -6,11 +6,11 @@ import pytest
 
 from perfmodel.adapters.catalog import Catalog, load_catalog
 from perfmodel.adapters.measured import configured
+from perfmodel.calibration.row_rules import parse_layout
 from perfmodel.configuration import Configuration
 from perfmodel.errors import ConfigError
 from perfmodel.groups import engine_era, model_family
 from perfmodel.hardware import NumberFormat
-from perfmodel.row_rules import parse_layout
 from perfmodel.serving import LengthLaw
 
 ROW = {

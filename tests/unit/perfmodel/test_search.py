@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from perfmodel.errors import ConfigError
-from perfmodel.fleet_rating import Rater
-from perfmodel.plan import (
+from perfmodel.search.cheapest import Sized, size
+from perfmodel.search.plan import (
     Fleet,
     Plan,
     PoolPlan,
@@ -20,7 +20,7 @@ from perfmodel.plan import (
     SpareRule,
     Topology,
 )
-from perfmodel.search import Sized, size
+from perfmodel.search.rating import Rater
 from tests.fakes.sizing import (
     CARD,
     CHEAP,

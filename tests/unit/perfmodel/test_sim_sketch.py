@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfmodel.sim_sketch import BUCKET_COUNT, RELATIVE_ERROR_RATIO, bucket_of, cumulative, percentile_s
+from perfmodel.simulation.sketch import BUCKET_COUNT, RELATIVE_ERROR_RATIO, bucket_of, cumulative, percentile_s
 
 
 def sketch(values: np.ndarray) -> np.ndarray:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import perfmodel.simulation as sim
+import perfmodel.simulation.run as sim
 from perfmodel.adapters.compiled_code import remember_compiled_code
 from perfmodel.errors import ConfigError
-from perfmodel.policy import Ask, PolicyFleet, Usage
+from perfmodel.simulation.policy import Ask, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
-from perfmodel.trace import Trace, trace_of
-from perfmodel.trace_copies import Copies
+from perfmodel.traces.copies import Copies
+from perfmodel.traces.trace import Trace, trace_of
 from router.adapters import policies
 from tests.fakes.sim_worlds import Watch
 

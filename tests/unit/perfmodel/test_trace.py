@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from perfmodel.errors import ConfigError
-from perfmodel.trace import Tier, Trace, joined, predecessors, trace_of
-from perfmodel.trace_copies import Copies, copies
-from perfmodel.trace_statistics import statistics
+from perfmodel.traces.copies import Copies, copies
+from perfmodel.traces.statistics import statistics
+from perfmodel.traces.trace import Tier, Trace, joined, predecessors, trace_of
 
 
 def small() -> Trace:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from perfmodel import trace_lengths
 from perfmodel.errors import ConfigError
-from perfmodel.trace import Tier
-from perfmodel.trace_arrivals import Calendar, CurveName, on_off, renewal, tenants
-from perfmodel.trace_blocks import PrefixLayer, block_plan
-from perfmodel.trace_generators import _AGE_HOURS, _CALLS_BY_AGE, _VOICE_CALLS, BatchKind, Demand, Profile, generate
-from perfmodel.trace_lengths import LengthKind, LengthLaw, Lengths
-from perfmodel.trace_sessions import AgentReading, SessionSteps, agent_sessions, voice_calls
-from perfmodel.trace_statistics import statistics
+from perfmodel.traces import lengths
+from perfmodel.traces.arrivals import Calendar, CurveName, on_off, renewal, tenants
+from perfmodel.traces.blocks import PrefixLayer, block_plan
+from perfmodel.traces.generators import _AGE_HOURS, _CALLS_BY_AGE, _VOICE_CALLS, BatchKind, Demand, Profile, generate
+from perfmodel.traces.lengths import LengthKind, LengthLaw, Lengths
+from perfmodel.traces.sessions import AgentReading, SessionSteps, agent_sessions, voice_calls
+from perfmodel.traces.statistics import statistics
+from perfmodel.traces.trace import Tier
 
 # Sessions of each reading: the published tables have 4,265.
 SESSIONS = 20_000
@@ -109,13 +109,13 @@ def test_the_calls_that_a_rate_is_made_of_are_drawn(agents: SessionSteps, readin
 @pytest.mark.parametrize(
     ("lengths", "input_tokens", "output_tokens", "within"),
     [
-        (trace_lengths.CHAT_SHORT, (1_203, 1_016), (201, 115), 0.3),
-        (trace_lengths.CHAT_LONG, (12_428, 7_284), (347, 356), 0.28),
-        (trace_lengths.CODE_COMPLETION, (2_033, 1_462), (28, 13), 0.28),
-        (trace_lengths.API_REASONING, (1_273, 285), (886, 499), 0.2),
-        (trace_lengths.BATCH_SUMMARISE, (2_582, 2_720), (296, 167), 0.2),
-        (trace_lengths.BATCH_GENERATE, (75, 56), (1_960, 1_447), 0.15),
-        (trace_lengths.BATCH_CLASSIFY, (707, 707), (5, 5), 0.0),
+        (lengths.CHAT_SHORT, (1_203, 1_016), (201, 115), 0.3),
+        (lengths.CHAT_LONG, (12_428, 7_284), (347, 356), 0.28),
+        (lengths.CODE_COMPLETION, (2_033, 1_462), (28, 13), 0.28),
+        (lengths.API_REASONING, (1_273, 285), (886, 499), 0.2),
+        (lengths.BATCH_SUMMARISE, (2_582, 2_720), (296, 167), 0.2),
+        (lengths.BATCH_GENERATE, (75, 56), (1_960, 1_447), 0.15),
+        (lengths.BATCH_CLASSIFY, (707, 707), (5, 5), 0.0),
     ],
 )
 def test_lengths_have_the_published_mean_and_median(

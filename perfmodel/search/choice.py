@@ -1,0 +1,251 @@
+"""Which candidates of which groups become the plan: the cheapest combination that holds when it is played out.
+
+Owns: fronts of confirmed candidates, their combination under one inventory, the check of the winner, and replicas that
+bought units leave room for. Does not own: the candidates (`candidates`), prices (`purchase`), the partition into
+groups or the words for what was not chosen (`search`). A candidate passes three judges, each dearer than the one
+before: the closed form by halves, the full model, and the check; only the cheapest ever meet the last one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from perfmodel.search.candidates import GroupCandidates, Ints, Missed, Trial, confirmed, trials
+from perfmodel.search.plan import Candidate, Plan, RejectionReason
+from perfmodel.search.purchase import Purchasing
+
+# Costs closer than this are one cost: sums of prices in another order differ in their last bits.
+_SAME_RATIO = 1e-9
+
+# Candidates of one cost that are asked of the full model to find the roomiest: enough for all chunk sizes of an engine.
+_MOST_TIED = 12
+
+# Device sets of one group that are combined with those of the others, cheapest first. Exact for one group; for more it
+# bounds the work, and a set that is dearer than this many others alone is very unlikely to be part of the cheapest
+# fleet.
+_MOST_COMBINED = 400
+
+# A candidate that the check finds this far below the promise takes its siblings with it: the same engines with another
+# chunk size or KV format, which the full model rated lower.
+_CLEAR_MISS_RATIO = 0.02
+
+# Combinations that are played out before the search gives up; the check costs a thousand times a closed form.
+_MOST_CHECKED = 60
+
+# A group, one of its trials, and what the full model says of it.
+Pick = tuple[GroupCandidates, Trial, Candidate]
+Miss = tuple[GroupCandidates, Trial, Missed]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One confirmed candidate per group, and what they cost together."""
+
+    picks: tuple[Pick, ...]
+    usd_per_h: float
+
+    @property
+    def order(self) -> tuple[float, float, tuple[tuple[str, ...], ...]]:
+        """Cheaper first, then roomier, then by key."""
+        use = max(_use(group, found) for group, _, found in self.picks)
+        return (round(self.usd_per_h, 6), round(use, 9), tuple(found.key for _, _, found in self.picks))
+
+
+def _use(group: GroupCandidates, found: Candidate) -> float:
+    told = found.predicted
+    return max(
+        max(told.ttft_percentile_ms / one.slo.ttft_ms, told.tpot_percentile_ms / one.slo.tpot_ms)
+        for one in group.rater.load.classes
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """Confirmed candidates of one group, cheapest first; counts int64[n, offers] are their devices."""
+
+    counts: Ints
+    picks: tuple[Pick, ...]
+    missed: tuple[Miss, ...]
+
+
+class Chooser:
+    """Finds the cheapest choice. Mutable: it remembers what was refused and checked, and why."""
+
+    def __init__(self, purchasing: Purchasing) -> None:
+        self._purchasing = purchasing
+        self.missed: dict[str, Miss] = {}
+        self._banned: set[tuple[object, ...]] = set()
+        self._checked: dict[tuple[object, ...], bool] = {}
+
+    def cheapest(self, groups: list[GroupCandidates], bound: Choice | None) -> Choice | None:
+        """The cheapest choice that passes the check; None when there is none at or below the bound's cost."""
+        ceiling = None if bound is None else bound.usd_per_h
+        for _ in range(_MOST_CHECKED):
+            choices = self._tied(groups, ceiling)
+            if not choices:
+                return None
+            for choice in sorted(choices, key=lambda each: each.order):
+                if any(self._is_banned(group, tried) for group, tried, _ in choice.picks):
+                    continue
+                if all([self._passes(pick) for pick in choice.picks]):
+                    return choice
+        return None
+
+    def _passes(self, pick: Pick) -> bool:
+        group, tried, found = pick
+        key = (group.rater.load.names, tried.key)
+        if key not in self._checked:
+            needed = max(each.slo.goodput_ratio for each in group.rater.load.classes)
+            seen = group.rater.checked_goodput(tried.pools)
+            self._checked[key] = seen is None or seen >= needed
+            if seen is not None and seen < needed:
+                self._banned.add(key)
+                if seen < needed - _CLEAR_MISS_RATIO:
+                    self._banned.add((group.rater.load.names, tried.family))
+                told = replace(found.predicted, goodput_ratio=seen)
+                self._note((group, tried, Missed(RejectionReason.GOODPUT_MISSED, told)))
+        return self._checked[key]
+
+    def _is_banned(self, group: GroupCandidates, tried: Trial) -> bool:
+        names = group.rater.load.names
+        return (names, tried.key) in self._banned or (names, tried.family) in self._banned
+
+    def _note(self, miss: Miss) -> None:
+        group, tried, _ = miss
+        self.missed.setdefault(f"{group.rater.load.names} {tried.key}", miss)
+
+    def _tied(self, groups: list[GroupCandidates], ceiling: float | None) -> list[Choice]:
+        """The choices of the least cost, before the check."""
+        purchasing = self._purchasing
+        fronts = []
+        for group in groups:
+            front = self._front(group, ties_only=len(groups) == 1, ceiling=ceiling)
+            for miss in front.missed:
+                self._note(miss)
+            if not front.picks:
+                return []
+            fronts.append(front)
+        rows = np.arange(len(fronts[0].picks))[:, None]
+        counts = fronts[0].counts
+        for front in fronts[1:]:
+            left, right = len(counts), len(front.counts)
+            counts = (counts[:, None, :] + front.counts[None, :, :]).reshape(left * right, -1)
+            rows = np.hstack([np.repeat(rows, right, axis=0), np.tile(np.arange(right), left)[:, None]])
+            bill = purchasing.bill(counts)
+            keep = np.flatnonzero(bill.allowed)
+            keep = keep[np.lexsort((*rows[keep].T, bill.usd_per_h[keep]))][:_MOST_COMBINED]
+            counts, rows = counts[keep], rows[keep]
+        bill = purchasing.bill(counts)
+        allowed = np.flatnonzero(bill.allowed)
+        if not len(allowed):
+            return []
+        least = float(bill.usd_per_h[allowed].min())
+        if ceiling is not None and least > ceiling * (1 + _SAME_RATIO):
+            return []
+        tied = allowed[bill.usd_per_h[allowed] <= least * (1 + _SAME_RATIO)][:_MOST_TIED]
+        return [
+            Choice(tuple(front.picks[int(row)] for front, row in zip(fronts, rows[index], strict=True)), least)
+            for index in tied.tolist()
+        ]
+
+    def _front(self, group: GroupCandidates, *, ties_only: bool, ceiling: float | None) -> _Front:
+        """Candidates that the full model confirms, cheapest first. A refused one is tried again with a replica more.
+
+        `ties_only`: stop at the first cost that has one. Otherwise a candidate whose devices contain another's is of no
+        use.
+        """
+        queue = _Queue(group)
+        picks: list[Pick] = []
+        missed: list[Miss] = []
+        kept: list[Ints] = []
+        while len(picks) < _MOST_COMBINED and (tried := queue.pop()) is not None:
+            if ceiling is not None and tried.usd_per_h > ceiling * (1 + _SAME_RATIO):
+                break
+            if ties_only and picks:
+                dearer = tried.usd_per_h > picks[0][1].usd_per_h * (1 + _SAME_RATIO)
+                if dearer or len(picks) >= _MOST_TIED:
+                    break
+            counts = self._purchasing.row(tried.device_counts())
+            if not ties_only and any((counts >= other).all() for other in kept):
+                continue
+            banned = self._is_banned(group, tried)
+            found = confirmed(group, tried)
+            if isinstance(found, Candidate) and not banned:
+                kept.append(counts)
+                picks.append((group, tried, found))
+                continue
+            if isinstance(found, Missed):
+                missed.append((group, tried, found))
+            queue.push_larger(tried, self._purchasing)
+        width = len(self._purchasing.names)
+        return _Front(np.array(kept, dtype=np.int64).reshape(-1, width), tuple(picks), tuple(missed))
+
+
+class _Queue:
+    """Trials of a group, cheapest first: its rows as they come, and larger ones that were pushed. Mutable: a queue."""
+
+    def __init__(self, group: GroupCandidates) -> None:
+        self._coming = trials(group)
+        self._following = next(self._coming, None)
+        self._pushed: list[tuple[tuple[float, float, tuple[str, ...]], Trial]] = []
+        self._seen: set[tuple[str, ...]] = set()
+
+    def pop(self) -> Trial | None:
+        """The next trial that was not seen yet."""
+        while True:
+            following = self._following
+            if following is not None and (not self._pushed or following.order <= self._pushed[0][0]):
+                tried, self._following = following, next(self._coming, None)
+            elif self._pushed:
+                tried = heapq.heappop(self._pushed)[1]
+            else:
+                return None
+            if tried.key not in self._seen:
+                self._seen.add(tried.key)
+                return tried
+
+    def push_larger(self, tried: Trial, purchasing: Purchasing) -> None:
+        """The same with one more replica of each pool in turn."""
+        for place in range(len(tried.pools)):
+            larger = tried.larger(place, purchasing)
+            if larger is not None and larger.key not in self._seen:
+                heapq.heappush(self._pushed, (larger.order, larger))
+
+
+def plan_of(choice: Choice, purchasing: Purchasing) -> Plan:
+    """The plan, with replicas added where bought units leave devices over: they are paid for anyway."""
+    counts = np.sum([purchasing.row(found.device_counts()) for _, _, found in choice.picks], axis=0)
+    bill = purchasing.bill(counts[None, :])
+    devices = purchasing.devices(bill.units[0])
+    left = purchasing.row(devices) - counts
+    candidates = []
+    for group, tried, found in choice.picks:
+        filled, left = _filled(group, tried, found, purchasing, left)
+        candidates.append(filled)
+    units = {name: int(count) for name, count in zip(purchasing.names, bill.units[0].tolist(), strict=True) if count}
+    return Plan(
+        candidates=tuple(candidates),
+        device_counts=devices,
+        unit_counts=units,
+        usd_per_h=float(bill.usd_per_h[0]),
+        watts=purchasing.watts(bill.units[0]),
+    )
+
+
+def _filled(
+    group: GroupCandidates, tried: Trial, found: Candidate, purchasing: Purchasing, left: Ints
+) -> tuple[Candidate, Ints]:
+    """The candidate with more serving replicas, pool after pool, as long as devices are left and the promise holds."""
+    grown = True
+    while grown:
+        grown = False
+        for place, pool in enumerate(tried.pools):
+            one = purchasing.row(replace(pool, serving_count=1, spare_count=0).device_counts())
+            larger = tried.larger(place, purchasing) if (one <= left).all() else None
+            better = None if larger is None else confirmed(group, larger)
+            if larger is not None and isinstance(better, Candidate):
+                tried, found, left, grown = larger, better, left - one, True
+    return found, left
