@@ -1,8 +1,8 @@
 """The KV block pool of one engine, as vLLM v1 keeps it.
 
 Owns: physical blocks, their reference counts, the LRU queue of free blocks, the map from block hash to the blocks that
-hold it, and the events that tell routers what is stored. Does not own: which request runs or when (`scheduler`), what a
-token costs (`step_time`), or how events travel (`adapters.kv_publisher`).
+hold it, the lower tier that takes what is evicted, and the events that tell routers what is stored. Does not own: which
+request runs or when (`scheduler`), what a token costs (`step_time`), or how events travel (`adapters.kv_publisher`).
 
 Three things are easy to get wrong and are kept as the engine has them, because routers are tested against them:
   * one hash may live in several physical blocks (requests that computed the same prefix side by side), and every copy
@@ -114,10 +114,20 @@ class BlockTable:
 
 
 class BlockPool:
-    """`block_count` physical blocks of `block_size_tokens` tokens. Block 0 is the null block and never handed out."""
+    """`block_count` physical blocks of `block_size_tokens` tokens. Block 0 is the null block and never handed out.
+
+    The last copy of a hash that is evicted goes to a lower tier of `tier_block_count` blocks, in place of the one there
+    that was used longest ago. What the lower tier holds is not told in events.
+    """
 
     def __init__(
-        self, block_count: int, block_size_tokens: int, *, prefix_caching: bool = True, record_events: bool = True
+        self,
+        block_count: int,
+        block_size_tokens: int,
+        *,
+        prefix_caching: bool = True,
+        record_events: bool = True,
+        tier_block_count: int = 0,
     ) -> None:
         if block_count < 2:
             raise ConfigError(f"block_count is {block_count}; expected at least 2 (block 0 is the null block)")
@@ -133,6 +143,8 @@ class BlockPool:
         self._copies: dict[int, dict[int, None]] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, block_count))
         self._events: list[KvEvent] = []
+        self._tier_block_count = tier_block_count
+        self._tier: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free_block_count(self) -> int:
@@ -186,6 +198,16 @@ class BlockPool:
                 break
             hit.append(next(iter(copies)))
         return hit
+
+    def find_in_tier(self, hashes: Sequence[int], start: int, token_count: int) -> int:
+        """How many blocks after the first `start` of such a sequence the lower tier has; they count as used now."""
+        place = start
+        if self._tier_block_count:
+            limit = max(0, token_count - 1) // self.block_size_tokens
+            while place < min(limit, len(hashes)) and hashes[place] in self._tier:
+                self._tier.move_to_end(hashes[place])
+                place += 1
+        return place - start
 
     def blocks_taken(self, hit: Iterable[int], table: BlockTable, token_count: int) -> int:
         """How far the free queue shrinks if a sequence takes `hit` and grows to `token_count` tokens."""
@@ -261,6 +283,7 @@ class BlockPool:
         if self.used_block_count:
             return False
         self._copies.clear()
+        self._tier.clear()
         self._hash_of_block = [None] * len(self._hash_of_block)
         if self._record_events:
             self._events.append(AllBlocksCleared())
@@ -281,8 +304,17 @@ class BlockPool:
         del copies[block]
         if not copies:
             del self._copies[block_hash]
+            self._put_in_tier(block_hash)
         if self._record_events:
             self._events.append(BlockRemoved((block_hash,)))
+
+    def _put_in_tier(self, block_hash: int) -> None:
+        if not self._tier_block_count:
+            return
+        self._tier[block_hash] = None
+        self._tier.move_to_end(block_hash)
+        if len(self._tier) > self._tier_block_count:
+            self._tier.popitem(last=False)
 
     def _stored_event(self, chain: BlockHashChain, tokens: bytes | bytearray, first: int, full: int) -> BlockStored:
         width = self.block_size_tokens * TOKEN_BYTES

@@ -12,7 +12,9 @@ The rules are vLLM v1's FCFS scheduler with chunked prefill, so that its KV even
   * when a running sequence cannot grow, the youngest running one is preempted: it loses its blocks, goes to the head of
     the queue and is computed again from its first token (its old blocks may still be cached);
   * full blocks are published when their last token is scheduled, so a second choice of the same step already shares
-    them.
+    them;
+  * what the lower tier has of a prompt comes back over one link, one restore after another; its sequence holds its
+    place and computes nothing until then, and others find the blocks at once (as `simulation.engine` has it).
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import exp, inf
 from typing import Protocol
+
+import numpy as np
 
 from perfmodel.errors import ConfigError, RequestError
 from perfmodel.kv_cache import BlockHashChain, BlockPool, BlockTable, KvEvent
@@ -43,6 +48,8 @@ class EngineConfig:
 
     `max_batched_tokens` and `max_sequence_count` are vLLM's max_num_batched_tokens and max_num_seqs (its defaults for
     an H100 server); `max_waiting_count` bounds the queue in sequences (a request of n choices is n sequences).
+    `tier_block_count` blocks of a lower KV tier take what is evicted and give it back at `restore_s_per_block`. Steps
+    take `slow_ratio` times what the model says, and log-normal noise with this standard deviation: what no router sees.
     """
 
     block_count: int
@@ -50,6 +57,10 @@ class EngineConfig:
     max_batched_tokens: int = 8192
     max_sequence_count: int = 256
     max_waiting_count: int = 4096
+    tier_block_count: int = 0
+    restore_s_per_block: float = 0.0
+    slow_ratio: float = 1.0
+    noise_ratio: float = 0.0
     seed: int = 0
     output_law: OutputLaw = field(default_factory=OutputLaw)
     prefix_caching: bool = True
@@ -59,6 +70,14 @@ class EngineConfig:
         for name in ("max_batched_tokens", "max_sequence_count", "max_waiting_count"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.tier_block_count < 0:
+            raise ConfigError(f"tier_block_count is {self.tier_block_count}; expected 0 or more")
+        if self.tier_block_count and not 0 < self.restore_s_per_block < inf:
+            raise ConfigError(f"restore_s_per_block is {self.restore_s_per_block}; expected above 0 with a lower tier")
+        if not 0 < self.slow_ratio < inf:
+            raise ConfigError(f"slow_ratio is {self.slow_ratio}; expected above 0")
+        if not 0 <= self.noise_ratio <= 1:
+            raise ConfigError(f"noise_ratio is {self.noise_ratio}; expected 0 to 1")
 
 
 class SubmitOutcome(StrEnum):
@@ -125,7 +144,10 @@ class ChoiceTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """One iteration: it occupied the engine from `starts_at_s` to `ends_at_s`; its tokens may be sent at the end."""
+    """One iteration: it occupied the engine from `starts_at_s` to `ends_at_s`; its tokens may be sent at the end.
+
+    `asleep`: nothing was computed, every sequence waits for its KV; who arrives before the end need not wait for it.
+    """
 
     starts_at_s: float
     ends_at_s: float
@@ -133,14 +155,17 @@ class StepOutcome:
     outputs: tuple[ChoiceTokens, ...]
     kv_events: tuple[KvEvent, ...]
     preempted_count: int
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Gauges now and counters since the start, by the meaning of vLLM's metrics of the same names.
 
-    Prefix cache counters are tokens of requests when they first run (a preempted request is not counted again).
-    `prompt_tokens` and `cached_prompt_tokens` count when a prompt's first token is out, `finished_counts` by reason.
+    Prefix cache counters are tokens of requests when they first run (a preempted request is not counted again); the
+    external ones are of what the device's own cache lacked, asked of the lower tier.
+    `prompt_tokens` and `cached_prompt_tokens` (of these, `restored_prompt_tokens` from the lower tier) count when a
+    prompt's first token is out, `finished_counts` by reason.
     """
 
     running_count: int
@@ -149,9 +174,12 @@ class EngineStats:
     cached_block_hash_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
+    restored_prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries_tokens: int
     prefix_cache_hits_tokens: int
+    external_queries_tokens: int
+    external_hits_tokens: int
     preemption_count: int
     step_count: int
     finished_counts: Mapping[FinishReason, int]
@@ -174,10 +202,12 @@ class _Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     preemption_count: int = 0
     cached_tokens: int | None = None
+    restored_tokens: int = 0
     first_scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
     running: bool = False
+    ready_s: float = 0.0  # until then its KV is on its way from the lower tier
     refill_until: int = 0  # tokens below this position are prefill: the prompt, or everything after a preemption
 
 
@@ -187,9 +217,12 @@ class _Counters:
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    restored_prompt_tokens: int = 0
     generation_tokens: int = 0
     queries_tokens: int = 0
     hits_tokens: int = 0
+    external_queries_tokens: int = 0
+    external_hits_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     refused: int = 0
@@ -206,7 +239,10 @@ class EngineCore:
             config.block_size_tokens,
             prefix_caching=config.prefix_caching,
             record_events=config.record_kv_events,
+            tier_block_count=config.tier_block_count if config.prefix_caching else 0,
         )
+        self._link_free_s = 0.0
+        self._dice = np.random.default_rng(config.seed)
         self._timing = timing
         self._caching = config.prefix_caching
         self._waiting: deque[_Sequence] = deque()
@@ -256,11 +292,13 @@ class EngineCore:
         if self.idle:
             return None
         plan = _Plan(self.config.max_batched_tokens)
-        self._schedule_running(plan)
+        self._schedule_running(plan, now_s)
         if not plan.preempted_count:
             self._schedule_waiting(plan, now_s)
         batch = plan.batch()
-        ends_at_s = now_s + self._timing.step_s(batch)
+        if not plan.sequences and not plan.preempted_count:
+            return StepOutcome(now_s, plan.wake_s, batch, (), self.pool.take_events(), 0, asleep=True)
+        ends_at_s = now_s + self._timing.step_s(batch) * self._slow_ratio()
         self._counters.steps += 1
         outputs = self._produce(plan, ends_at_s)
         return StepOutcome(now_s, ends_at_s, batch, outputs, self.pool.take_events(), plan.preempted_count)
@@ -275,9 +313,12 @@ class EngineCore:
             cached_block_hash_count=self.pool.cached_hash_count,
             prompt_tokens=counters.prompt_tokens,
             cached_prompt_tokens=counters.cached_prompt_tokens,
+            restored_prompt_tokens=counters.restored_prompt_tokens,
             generation_tokens=counters.generation_tokens,
             prefix_cache_queries_tokens=counters.queries_tokens,
             prefix_cache_hits_tokens=counters.hits_tokens,
+            external_queries_tokens=counters.external_queries_tokens,
+            external_hits_tokens=counters.external_hits_tokens,
             preemption_count=counters.preemptions,
             step_count=counters.steps,
             finished_counts=dict(counters.finished),
@@ -305,12 +346,23 @@ class EngineCore:
             for index in range(request.choice_count)
         ]
 
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _slow_ratio(self) -> float:
+        config = self.config
+        if not config.noise_ratio:
+            return config.slow_ratio
+        spread = config.noise_ratio
+        return config.slow_ratio * exp(spread * float(self._dice.standard_normal()) - spread * spread / 2)
+
+    def _schedule_running(self, plan: _Plan, now_s: float) -> None:
         running = self._running
         grow = self.pool.grow
         index = 0
         while index < len(running) and plan.budget_tokens > 0:
             sequence = running[index]
+            if sequence.ready_s > now_s:
+                plan.wake_s = min(plan.wake_s, sequence.ready_s)
+                index += 1
+                continue
             new_tokens = min(sequence.token_count - sequence.computed_count, plan.budget_tokens)
             while not grow(sequence.table, sequence.computed_count + new_tokens):
                 victim = running.pop()
@@ -327,21 +379,41 @@ class EngineCore:
         while waiting and plan.budget_tokens > 0 and len(self._running) < self.config.max_sequence_count:
             sequence = waiting[0]
             hit = pool.find_hit(sequence.chain.hashes, sequence.token_count)
+            restored = pool.find_in_tier(sequence.chain.hashes, len(hit), sequence.token_count)
             if pool.blocks_taken(hit, sequence.table, sequence.token_count) > pool.free_block_count:
                 return
             waiting.popleft()
             pool.share(sequence.table, hit)
-            sequence.computed_count = len(hit) * pool.block_size_tokens
+            sequence.computed_count = (len(hit) + restored) * pool.block_size_tokens
             if sequence.cached_tokens is None:
-                sequence.cached_tokens = sequence.computed_count
                 sequence.first_scheduled_at_s = now_s
-                self._counters.queries_tokens += sequence.token_count
-                self._counters.hits_tokens += sequence.computed_count
-            new_tokens = min(sequence.token_count - sequence.computed_count, plan.budget_tokens)
-            pool.grow(sequence.table, sequence.computed_count + new_tokens)
+                self._note_cached(sequence, len(hit) * pool.block_size_tokens)
             sequence.running = True
             self._running.append(sequence)
+            if restored:
+                self._restore(plan, sequence, restored, now_s)
+                continue
+            new_tokens = min(sequence.token_count - sequence.computed_count, plan.budget_tokens)
+            pool.grow(sequence.table, sequence.computed_count + new_tokens)
             self._take(plan, sequence, new_tokens)
+
+    def _note_cached(self, sequence: _Sequence, hit_tokens: int) -> None:
+        counters = self._counters
+        sequence.cached_tokens = sequence.computed_count
+        sequence.restored_tokens = sequence.computed_count - hit_tokens
+        counters.queries_tokens += sequence.token_count
+        counters.hits_tokens += hit_tokens
+        if self.config.tier_block_count:
+            counters.external_queries_tokens += sequence.token_count - hit_tokens
+            counters.external_hits_tokens += sequence.restored_tokens
+
+    def _restore(self, plan: _Plan, sequence: _Sequence, block_count: int, now_s: float) -> None:
+        """Bring blocks back from the lower tier: room and names at once, contents when the link has moved them."""
+        self.pool.grow(sequence.table, sequence.computed_count)
+        self.pool.store(sequence.table, sequence.chain, sequence.tokens, sequence.computed_count)
+        self._link_free_s = max(self._link_free_s, now_s) + block_count * self.config.restore_s_per_block
+        sequence.ready_s = self._link_free_s
+        plan.wake_s = min(plan.wake_s, sequence.ready_s)
 
     def _take(self, plan: _Plan, sequence: _Sequence, new_tokens: int) -> None:
         """Put `new_tokens` of a sequence that has room for them into the step."""
@@ -355,6 +427,7 @@ class EngineCore:
     def _preempt(self, victim: _Sequence) -> None:
         self.pool.release(victim.table)
         victim.computed_count = 0
+        victim.ready_s = 0.0
         victim.refill_until = victim.token_count
         victim.preemption_count += 1
         victim.running = False
@@ -381,6 +454,7 @@ class EngineCore:
                 sequence.first_token_at_s = ends_at_s
                 counters.prompt_tokens += sequence.prompt_tokens
                 counters.cached_prompt_tokens += cached
+                counters.restored_prompt_tokens += sequence.restored_tokens
             finished = None
             if position + 1 >= sequence.answer.length_tokens:
                 ended = True
@@ -443,6 +517,7 @@ class _Plan:
         "prefill_pairs",
         "prefill_tokens",
         "sequences",
+        "wake_s",
     )
 
     def __init__(self, budget_tokens: int) -> None:
@@ -455,6 +530,8 @@ class _Plan:
         self.prefill_pairs = 0
         self.decode_count = 0
         self.decode_context_tokens = 0
+        self.wake_s = inf
+        """When the first sequence that waits for its KV has it."""
 
     def add(self, sequence: _Sequence, new_tokens: int, *, is_prefill: bool) -> None:
         """Count `new_tokens` computed on top of what the sequence has."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # What is simulated when nothing is named: the model of the demo and of the documents.
 _MODEL = "Llama-3.1-8B"
 
+_GB = 1e9
+
 # Field of the cores -> the option that sets it.
 _OPTION_OF = {
     "device": "--hardware",
@@ -36,6 +38,8 @@ _OPTION_OF = {
     "max_model_len": "--max-model-len",
     "max_waiting_count": "--max-waiting",
     "mean_tokens": "--output-mean-tokens",
+    "slow_ratio": "--slow-ratio",
+    "noise_ratio": "--step-noise",
     "speed": "--speed",
     "port": "--port",
 }
@@ -65,6 +69,10 @@ class _Options:
     max_model_len: int | None
     max_waiting: int
     output_mean_tokens: float | None
+    dram_gb: float | None
+    dram_gb_per_s: float | None
+    slow_ratio: float
+    step_noise: float
     speed: float
     seed: int
     kv_events: bool
@@ -103,6 +111,16 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         float | None,
         typer.Option(help="Mean length of answers that nothing cuts; 0: answers end by their limit only."),
     ] = 256,
+    dram_gb: Annotated[
+        float | None,
+        typer.Option(help="Lower KV tier that takes what is evicted, GB (10^9 bytes).", show_default=False),
+    ] = None,
+    dram_gb_per_s: Annotated[
+        float | None,
+        typer.Option(help="Bandwidth at which it gives KV back; needed beside --dram-gb.", show_default=False),
+    ] = None,
+    slow_ratio: Annotated[float, typer.Option(help="Factor on every step time, which nothing tells.")] = 1.0,
+    step_noise: Annotated[float, typer.Option(help="Log-normal noise of a step's time, 0 to 1.")] = 0.0,
     speed: Annotated[float, typer.Option(help="Seconds of the model that pass in one real second.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Decides ids, answers and their lengths.")] = 0,
     kv_events: Annotated[bool, typer.Option("--kv-events/--no-kv-events", help="Publish KV events on ZMQ.")] = True,
@@ -116,8 +134,8 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
 
     options = _Options(
         arch, hardware, tensor_parallel, dtype, model, host, port, block_size, num_gpu_blocks_override, max_num_seqs,
-        max_num_batched_tokens, max_model_len, max_waiting, output_mean_tokens or None, speed, seed, kv_events,
-        kv_events_port, kv_replay_port, drain_s,
+        max_num_batched_tokens, max_model_len, max_waiting, output_mean_tokens or None, dram_gb, dram_gb_per_s,
+        slow_ratio, step_noise, speed, seed, kv_events, kv_events_port, kv_replay_port, drain_s,
     )  # fmt: skip
     try:
         _check_host(host)
@@ -170,7 +188,7 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     from perfmodel.adapters.engine_server import ServerConfig
     from perfmodel.adapters.kv_publisher import PublisherConfig
     from perfmodel.errors import ConfigError
-    from perfmodel.memory import kv_capacity_tokens
+    from perfmodel.memory import kv_bytes, kv_capacity_tokens
     from perfmodel.scheduler import EngineConfig
     from perfmodel.workload import OutputLaw
 
@@ -198,6 +216,8 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
         held = (blocks - 1) * options.block_size
         longest = min(shape.architecture.max_context_tokens or held, held)
     served = options.model or options.arch or _MODEL
+    block_bytes = kv_bytes(shape, longest) * options.block_size / longest
+    tier_bytes, restore_bytes_per_s = _tier(options)
     events = None
     if options.kv_events:
         topic = f"kv@{options.host}@{served}"
@@ -214,6 +234,10 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
             max_batched_tokens=options.max_num_batched_tokens,
             max_sequence_count=options.max_num_seqs,
             max_waiting_count=options.max_waiting,
+            tier_block_count=int(tier_bytes // block_bytes),
+            restore_s_per_block=block_bytes / restore_bytes_per_s if tier_bytes else 0.0,
+            slow_ratio=options.slow_ratio,
+            noise_ratio=options.step_noise,
             seed=options.seed,
             output_law=OutputLaw(options.output_mean_tokens),
             record_kv_events=options.kv_events,
@@ -222,6 +246,20 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
         kv_events=events,
         drain_s=options.drain_s,
     )
+
+
+def _tier(options: _Options) -> tuple[float, float]:
+    """Bytes of the lower KV tier, and bytes per second out of it; 0 without one. Raises ConfigError."""
+    from perfmodel.errors import ConfigError
+
+    room, pace = options.dram_gb, options.dram_gb_per_s
+    for name, value in (("--dram-gb", room), ("--dram-gb-per-s", pace)):
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{name} is {value}; expected above 0")
+    if (room is None) != (pace is None):
+        missing = "--dram-gb" if room is None else "--dram-gb-per-s"
+        raise ConfigError(f"{missing} is missing; expected --dram-gb and --dram-gb-per-s, or neither")
+    return (room or 0.0) * _GB, (pace or 0.0) * _GB
 
 
 def _simulated(options: _Options) -> EngineShape:

@@ -41,7 +41,7 @@ class StepObserver(Protocol):
     """Told what was delivered (metrics)."""
 
     def step(self, outcome: StepOutcome, lag_s: float) -> None:
-        """A step was delivered `lag_s` real seconds after it was due."""
+        """A step was delivered `lag_s` real seconds after it was due; or a wait for KV is over (`asleep`)."""
         ...
 
     def finished(self, finished: Finished) -> None:
@@ -106,6 +106,10 @@ class EngineClock:
         if outcome is SubmitOutcome.ACCEPTED:
             self._sinks[request.request_id] = sink
             self._open_counts[request.request_id] = request.choice_count
+            if self._pending is not None and self._pending.asleep:
+                self.stop()  # it only waits for KV to come back: there is work now
+                self._observer.step(self._pending, 0.0)
+                self._pending = None
             if self._pending is None and self._wake_up is None:
                 # Requests that arrived in the same turn of the loop share the first step.
                 self._wake_up = self._loop.call_soon(self._advance)

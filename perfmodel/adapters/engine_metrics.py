@@ -41,8 +41,6 @@ _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 # Series that the simulation can never count: name -> (extra labels' values, what it is).
 _NEVER_COUNTED = {
-    "vllm:external_prefix_cache_queries": "Prefix cache queries to other instances, in tokens.",
-    "vllm:external_prefix_cache_hits": "Prefix cache hits in other instances, in tokens.",
     "vllm:mm_cache_queries": "Multi-modal cache queries, in items.",
     "vllm:mm_cache_hits": "Multi-modal cache hits, in items.",
 }
@@ -228,22 +226,26 @@ class EngineMetrics:
 
     def _write_counters(self, page: _Page, stats: EngineStats) -> None:
         computed = stats.prompt_tokens - stats.cached_prompt_tokens
+        on_device = stats.cached_prompt_tokens - stats.restored_prompt_tokens
         hits, queries = stats.prefix_cache_hits_tokens, stats.prefix_cache_queries_tokens
         page.counter("vllm:prefix_cache_queries", "Prefix cache queries, in tokens.", [({}, queries)])
         page.counter("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", [({}, hits)])
+        asked, found = stats.external_queries_tokens, stats.external_hits_tokens
+        page.counter("vllm:external_prefix_cache_queries", "Queries to the lower tier, in tokens.", [({}, asked)])
+        page.counter("vllm:external_prefix_cache_hits", "Hits in the lower tier, in tokens.", [({}, found)])
         for name, about in _NEVER_COUNTED.items():
             page.counter(name, about, [({}, 0)])
         page.counter("vllm:num_preemptions", "Preemptions.", [({}, stats.preemption_count)])
         page.counter("vllm:prompt_tokens", "Prompt tokens processed.", [({}, stats.prompt_tokens)])
         by_source = {
             "local_compute": computed,
-            "local_cache_hit": stats.cached_prompt_tokens,
-            "external_kv_transfer": 0,
+            "local_cache_hit": on_device,
+            "external_kv_transfer": stats.restored_prompt_tokens,
         }
         page.counter("vllm:prompt_tokens_by_source", "Prompt tokens by source.", _labelled("source", by_source))
         page.counter("vllm:prompt_tokens_cached", "Cached prompt tokens.", [({}, stats.cached_prompt_tokens)])
         tiers = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
-        tiers["device"] = stats.cached_prompt_tokens
+        tiers["device"], tiers["host"] = on_device, stats.restored_prompt_tokens
         page.counter("vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by tier.", _labelled("source", tiers))
         page.counter("vllm:generation_tokens", "Tokens generated.", [({}, stats.generation_tokens)])
         ended = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)

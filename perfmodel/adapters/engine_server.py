@@ -91,7 +91,8 @@ class _StepObserver:
         self._publisher = publisher
 
     def step(self, outcome: StepOutcome, lag_s: float) -> None:
-        self._metrics.step(outcome, lag_s)
+        if not outcome.asleep:
+            self._metrics.step(outcome, lag_s)
         if outcome.kv_events and self._publisher is not None:
             self._publisher.publish(outcome.kv_events)
 

@@ -79,7 +79,7 @@ def name_block(c: Cluster, e: int, block: int, key: int) -> None:
 
 @compiled
 def forget(c: Cluster, e: int, block: int) -> None:
-    """Take a block's name away. The last copy of a prompt's prefix goes to the lower tier, if there is one."""
+    """Take a block's name away. The last copy of a prefix goes to the lower tier, if there is one."""
     key = c.blocks[block].key
     if key == 0:
         return
@@ -101,7 +101,7 @@ def forget(c: Cluster, e: int, block: int) -> None:
         c.slots[first + at] = twin
         return
     _close_gap(c, first, mask, at)
-    if engine.tier_count and key > 0:
+    if engine.tier_count:
         tier_put(c, e, key)
 
 

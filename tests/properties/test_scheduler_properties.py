@@ -7,6 +7,7 @@ client, a router and an operator would see.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from perfmodel.scheduler import (
     Finished,
     FinishReason,
     StepOutcome,
+    StepTiming,
     SubmitOutcome,
 )
 from perfmodel.step_time import BatchShape
@@ -309,10 +311,10 @@ class EndsTooSoon(EngineCore):
 
 
 class ServesNewPromptsFirst(EngineCore):
-    def _schedule_running(self, plan):  # type: ignore[no-untyped-def]  # a fault, its types are the parent's
+    def _schedule_running(self, plan, now_s):  # type: ignore[no-untyped-def]  # a fault, its types are the parent's
         self._running.reverse()
         plan.budget_tokens -= 2
-        super()._schedule_running(plan)
+        super()._schedule_running(plan, now_s)
         plan.budget_tokens += 2
         self._running.reverse()
 
@@ -323,11 +325,17 @@ class CountsPreemptedPromptsAgain(EngineCore):
         self._counters.prompt_tokens += victim.prompt_tokens
 
 
-class DrawsFromMemoryAddresses(EngineCore):
+class DrawsAnewInEachRun(EngineCore):
+    runs = itertools.count(1)
+
+    def __init__(self, config: EngineConfig, timing: StepTiming) -> None:
+        super().__init__(config, timing)
+        self.run = next(self.runs)
+
     def _sequences(self, request, now_s):  # type: ignore[no-untyped-def]  # a fault, its types are the parent's
         sequences = super()._sequences(request, now_s)
         for sequence in sequences:
-            sequence.answer._key ^= id(self)
+            sequence.answer._key ^= self.run
         return sequences
 
 
@@ -355,7 +363,7 @@ class QueuesWithoutBound(EngineCore):
         EndsTooSoon,
         ServesNewPromptsFirst,
         CountsPreemptedPromptsAgain,
-        DrawsFromMemoryAddresses,
+        DrawsAnewInEachRun,
         QueuesWithoutBound,
     ],
 )

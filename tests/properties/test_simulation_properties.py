@@ -48,6 +48,7 @@ def singles(fewest: int) -> st.SearchStrategy[World]:
         max_batched_tokens=st.integers(3, 16),
         max_sequence_count=st.integers(1, 4),
         caching=st.booleans(),
+        tier_blocks=st.sampled_from([0, 0, 2, 20]),
     )
 
 
@@ -113,6 +114,8 @@ FAULTS = [
           "dice = np.random.default_rng()\n    hidden"),
     Fault("restored tokens are computed as well", "engine", "else (hits + restored) * width",
           "else hits * width", engines="tier"),
+    Fault("the link restores two at once", "engine", "max(engine.link_free_s, now_s) + restored",
+          "now_s + restored", engines="tier"),
     Fault("a hand-over computes the prompt again", "engine",
           "request.computed = request.tokens - 1 if request.carried else",
           "request.computed = 0 if request.carried else"),
@@ -123,7 +126,7 @@ FAULTS = [
 
 def check_all(simulation: ModuleType, world: World) -> None:
     check(simulation, world)
-    if world.engine_count == 1 and not (world.prefill_engines or world.tier_blocks or world.noise_ratio):
+    if world.engine_count == 1 and not (world.prefill_engines or world.noise_ratio):
         check_against_core(simulation, world)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -345,6 +346,27 @@ async def test_the_next_turn_finds_the_last_one_and_its_answer_in_the_cache(star
         second = (await client.post("/v1/chat/completions", json=body)).json()
     known = first["usage"]["prompt_tokens"] + 64 - 1
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == known // 32 * 32
+
+
+async def test_what_was_evicted_comes_back_from_the_lower_tier_and_is_told_as_such(start_engine: StartEngine) -> None:
+    engine = EngineConfig(block_count=20, block_size_tokens=32, tier_block_count=100, restore_s_per_block=0.02)
+    server = await start_engine(engine=engine, max_model_tokens=600)
+    async with client_of(server) as client:
+        for user in ("first", "second", "first"):
+            body = {"messages": [{"role": "user", "content": user + " and many words" * 130}], "max_tokens": 1}
+            began_s = time.monotonic()
+            answer = (await client.post("/v1/chat/completions", json=body)).json()
+        took_s = time.monotonic() - began_s
+        page = (await client.get("/metrics")).text
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    told = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    host = next(float(value) for name, value in told.items() if "cached_by_source_total{" in name and '"host"' in name)
+    assert 0 < host <= cached
+    assert took_s >= 0.02 * host / 32
+    hits = next(
+        float(value) for name, value in told.items() if name.startswith("vllm:external_prefix_cache_hits_total")
+    )
+    assert hits == host
 
 
 async def test_tenants_with_different_salts_do_not_share_blocks(start_engine: StartEngine) -> None:

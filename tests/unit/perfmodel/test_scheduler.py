@@ -193,3 +193,45 @@ def test_a_live_request_id_cannot_be_used_twice() -> None:
 def test_a_limit_below_one_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} is 0; expected at least 1"):
         engine(**{field: 0})
+
+
+def test_what_was_evicted_comes_back_from_the_lower_tier_over_one_link() -> None:
+    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=0.25, max_batched_tokens=64)
+    core.submit(ask("a", 16, 1), 0.0)
+    core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
+    run(core)
+    core.submit(ask("a again", 16, 1), 10.0)
+    waits = core.step(10.0)
+    assert waits is not None and waits.asleep and not waits.batch.token_count
+    # Three of four blocks (the last token is always computed): 0.75 s, and its names are there at once.
+    assert waits.ends_at_s == 10.75
+    finished = endings(run(core, waits.ends_at_s))["a again", 0]
+    assert (finished.cached_tokens, finished.first_scheduled_at_s, finished.first_token_at_s) == (12, 10.0, 11.75)
+    stats = core.stats()
+    assert (stats.external_hits_tokens, stats.external_queries_tokens) == (12, 16 + 32 + 16)
+    assert (stats.restored_prompt_tokens, stats.prefix_cache_hits_tokens) == (12, 0)
+
+
+def test_others_compute_while_a_sequence_waits_for_its_kv() -> None:
+    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=1.0, max_batched_tokens=64)
+    core.submit(ask("a", 16, 1), 0.0)
+    core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
+    run(core)
+    core.submit(ask("a again", 16, 1), 10.0)
+    core.submit(ask("b", [500, 501], 2), 10.0)
+    outcomes = run(core, 10.0)
+    ended_s = {name: finished.ended_at_s for (name, _), finished in endings(outcomes).items()}
+    assert ended_s == {"b": 12.0, "a again": 14.0}
+
+
+def test_hidden_speed_and_noise_change_times_and_nothing_else() -> None:
+    def ends_s(**limits: float) -> list[float]:
+        core = engine(**limits)
+        core.submit(ask("a", 5, 390), 0.0)
+        return [outcome.ends_at_s - outcome.starts_at_s for outcome in run(core)]
+
+    assert set(ends_s(slow_ratio=1.5)) == {1.5}
+    noisy = ends_s(noise_ratio=0.1)
+    assert noisy == ends_s(noise_ratio=0.1) != ends_s(noise_ratio=0.1, seed=2)
+    assert sum(noisy) / 390 == pytest.approx(1.0, abs=0.02)
+    assert 0.08 < (sum((each - 1) ** 2 for each in noisy) / 390) ** 0.5 < 0.12
