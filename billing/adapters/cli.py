@@ -101,13 +101,16 @@ def prices_add(
 ) -> None:
     """Add a price book. It never changes afterwards; adding the same one again is no change."""
     from billing.adapters import books_sql
+    from billing.adapters.bill_sql import org_id_of
     from billing.adapters.price_file import read_price_file
 
     with _reported():
         written = read_price_file(file)
-        # Checked before a database is made; a book that extends another needs one that is there.
+        # Checked before a database is made; a book that extends another, or is one org's, needs one that is there.
         whole = written.book(None) if written.extends is None else None
-        with _books(database_url, data_dir, begins=whole is not None) as engine:
+        with _books(database_url, data_dir, begins=whole is not None and written.org is None) as engine:
+            if written.org is not None:
+                written, whole = written.of_org(org_id_of(engine, written.org)), None
             book = whole or written.book(books_sql.load_books(engine).book(written.extends))
             added = books_sql.add_book(engine, book, retroactive=retroactive)
     record = {"version": book.version, "added": added, "price_count": len(book.prices)}
@@ -198,18 +201,19 @@ def bill_correct(
     *,
     begin: Annotated[str, typer.Option("--from", help="First day or time, UTC.")],
     end: Annotated[str, typer.Option("--to", help="The day or time after the last, UTC.")],
-    org: Annotated[str | None, typer.Option("--org", help="Only this org.")] = None,
+    org: Annotated[str | None, typer.Option("--org", help="Only this org: its id or exact name.")] = None,
     memo: Annotated[str, typer.Option("--memo", help="Why; kept with the postings.")] = "",
     database_url: Database = "",
     data_dir: DataDir = _DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Post the differences between what was billed and what the books that hold now say. Nothing is changed."""
+    from billing.adapters.bill_sql import org_id_of
     from billing.adapters.corrections_sql import Scope, correct_prices
 
     from_s, to_s = _span_s(begin, end)
-    scope = Scope(from_s * 10**9, to_s * 10**9, org)
     with _reported(), _books(database_url, data_dir) as engine:
+        scope = Scope(from_s * 10**9, to_s * 10**9, None if org is None else org_id_of(engine, org))
         report = correct_prices(engine, scope, memo=memo)
     record = {**asdict(report), "delta_pico": {code: str(delta) for code, delta in report.delta_pico.items()}}
     _print(

@@ -19,7 +19,7 @@ are in docs/operations.md, "Price books".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,15 @@ class PriceFile:
     def extends(self) -> str | None:
         """The version whose prices are taken over; None: the file has all of its prices."""
         return str(self.fields["extends"]) if "extends" in self.fields else None
+
+    @property
+    def org(self) -> str | None:
+        """The id or the name of the one org that the book is for; None: for every org."""
+        return None if self.fields.get("org") is None else str(self.fields["org"])
+
+    def of_org(self, org_id: str) -> PriceFile:
+        """The same file with its org by id."""
+        return replace(self, fields={**self.fields, "org": org_id})
 
     def book(self, parent: PriceBook | None) -> PriceBook:
         """The book; `parent` is the stored one that it extends. Raises PriceBookError with file and field."""

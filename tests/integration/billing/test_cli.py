@@ -68,6 +68,7 @@ def test_postgresql_is_never_upgraded_on_the_way(postgres_url: str) -> None:
 def test_a_book_is_added_once_and_shown(sqlite_url: str, book_file: Path, tmp_path: Path) -> None:
     assert answer(sqlite_url, "prices", "add", str(book_file)) == {"version": "pb-1", "added": True, "price_count": 3}
     assert answer(sqlite_url, "prices", "add", str(book_file))["added"] is False
+    _orgs(sqlite_url, org_1="Acme Corp")
     own = tmp_path / "own.json"
     own.write_text(
         json.dumps(
@@ -75,7 +76,7 @@ def test_a_book_is_added_once_and_shown(sqlite_url: str, book_file: Path, tmp_pa
                 "version": "acme-1",
                 "currency": "USD",
                 "valid_from": "2026-11-01T00:00:00Z",
-                "org": "acme",
+                "org": "Acme Corp",
                 "extends": "pb-1",
                 "micro_usd_per_million_tokens": {"llama": {"default": {"output": 1}}},
             }
@@ -85,7 +86,7 @@ def test_a_book_is_added_once_and_shown(sqlite_url: str, book_file: Path, tmp_pa
     listed = answer(sqlite_url, "prices", "list")["data"]
     assert [(one["version"], one["org_id"], one["valid_from"]) for one in listed] == [
         ("pb-1", None, "2026-01-01T00:00:00Z"),
-        ("acme-1", "acme", "2026-11-01T00:00:00Z"),
+        ("acme-1", "org_1", "2026-11-01T00:00:00Z"),
     ]
     shown = answer(sqlite_url, "prices", "show", "acme-1")["prices"]
     assert {one["sku"]: one["micro_usd_per_million_tokens"] for one in shown} == {
@@ -168,6 +169,8 @@ def test_the_documented_price_books_can_be_added(sqlite_url: str, tmp_path: Path
     section = operations.read_text().partition("## Price books\n")[2].partition("\n## ")[0]
     texts = [block.partition("```")[0] for block in section.split("```yaml\n")[1:]]
     for number, text in enumerate(texts):
+        if "\norg: " in text:
+            _orgs(sqlite_url, org_01a22843d1ae721494667c78e069a60b="Acme Corp")
         path = tmp_path / f"{number}.yaml"
         path.write_text(text)
         assert answer(sqlite_url, "prices", "add", str(path))["price_count"] == 5
@@ -190,6 +193,7 @@ def test_no_value_of_a_table_is_cut_on_a_narrow_terminal(sqlite_url: str, tmp_pa
     path = tmp_path / "book.yaml"
     optional = f"org: {org}\nvalid_until: 2027-01-01\nnote: a promise [of sales] to the largest of our tenants\n"
     path.write_text(BOOK.replace("llama", model) + optional)
+    _orgs(sqlite_url, **{org: "Acme Corp"})
     answer(sqlite_url, "prices", "add", str(path))
     engine = sql.engine(sqlite_url)
     Ingest(engine).write(IngestBatch([usage_event(1, model_served=model, org_id=org)]))
@@ -288,6 +292,19 @@ def test_a_month_is_closed_and_a_price_corrected(sqlite_url: str, book_file: Pat
     done = answer(sqlite_url, "bill", "correct", "--from", "2026-01-01", "--to", "2027-01-01", "--memo", "typo")
     assert (done["corrected_count"], done["delta_pico"]) == (1, {"USD": "100"})
     assert answer(sqlite_url, "bill", "reconcile")["exact"] is True
+
+
+def test_an_org_that_is_not_there_is_told_where_it_is_named(sqlite_url: str, tmp_path: Path) -> None:
+    sentence = "org is 'acne'; the id or the exact name of an org was expected (inferplane orgs list).\n"
+    _orgs(sqlite_url, org_1="acme")
+    path = tmp_path / "book.yaml"
+    path.write_text(BOOK + "org: acne\n")
+    span = ("--from", "2026-11-01", "--to", "2026-12-01")
+    for words in (("prices", "add", str(path)), ("bill", "correct", "--org", "acne", *span)):
+        result = run(sqlite_url, *words)
+        assert (result.exit_code, result.stderr) == (1, sentence)
+    assert answer(sqlite_url, "prices", "list")["data"] == []
+    assert answer(sqlite_url, "bill", "correct", "--org", "acme", *span)["corrected_count"] == 0
 
 
 @pytest.mark.parametrize(
