@@ -7,6 +7,7 @@ not own: what the commands do. Heavy imports stand inside the commands, so that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -355,6 +356,10 @@ def _reported() -> Iterator[None]:
     except sa.exc.SQLAlchemyError as fault:
         cause = getattr(fault, "orig", None)
         _fail(f"The database does not work: {str(cause or type(fault).__name__).strip().splitlines()[0]}")
+    except OSError as fault:
+        if fault.filename is None:
+            raise
+        _fail(f"{os.fsdecode(fault.filename)} cannot be used: {fault.strerror}.")
 
 
 def _fail(sentence: str) -> NoReturn:

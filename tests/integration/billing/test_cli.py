@@ -294,6 +294,14 @@ def test_a_month_is_closed_and_a_price_corrected(sqlite_url: str, book_file: Pat
     assert answer(sqlite_url, "bill", "reconcile")["exact"] is True
 
 
+@pytest.mark.parametrize("words", [("db", "upgrade"), ("prices", "add", "{book}")])
+def test_a_data_folder_that_is_a_file_is_one_line(words: tuple[str, ...], tmp_path: Path, book_file: Path) -> None:
+    folder = tmp_path / "file"
+    folder.touch()
+    result = run("", *(word.format(book=book_file) for word in words), "--data-dir", str(folder))
+    assert (result.exit_code, result.stderr) == (1, f"{folder} cannot be used: File exists.\n")
+
+
 def test_an_org_that_is_not_there_is_told_where_it_is_named(sqlite_url: str, tmp_path: Path) -> None:
     sentence = "org is 'acne'; the id or the exact name of an org was expected (inferplane orgs list).\n"
     _orgs(sqlite_url, org_1="acme")
