@@ -77,6 +77,16 @@ class Configuration:
         return self.prefill is not None
 
     @property
+    def paced(self) -> bool:
+        """Whether agents' live sessions and their rate are both known: Little's law then gives the time of a turn."""
+        return self.scenario is Scenario.AGENTIC and self.rate_per_s is not None and self.concurrency is not None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether requests come by themselves and end: a run without a steady number in flight."""
+        return self.scenario is Scenario.OPEN_LOOP and self.concurrency is None and not self.disaggregated
+
+    @property
     def device_count(self) -> float:
         """Devices of the deployment."""
         return self.decode.device_count + (0.0 if self.prefill is None else self.prefill.device_count)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from perfmodel.architecture import Architecture
 from perfmodel.benchmarks import LatencyLimit, mlperf_limit
 from perfmodel.coefficients import Band, Coefficients, FirstToken
 from perfmodel.configuration import LIMITED, QUEUED, Configuration, Scenario
-from perfmodel.first_token import correction, first_token_s
+from perfmodel.first_token import Turn, agent_turn, correction, first_token_s, replayed_run
 from perfmodel.groups import model_family
 from perfmodel.hardware import Hardware
 from perfmodel.steady import MeanStep, Steady, settle
@@ -136,6 +136,11 @@ def predict(
 
 def central(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int = 0) -> Point:
     """The central figures of `asked`."""
+    turn = agent_turn(asked, coefficients, first, seed)
+    if turn is not None:
+        return _agents(asked, turn, coefficients, first)
+    if asked.arriving:
+        return _arriving(asked, coefficients, first, seed)
     steady = Steady(asked)
     multipliers = coefficients.resolve(asked.group)
     step, tpot_s = settle(steady, multipliers)
@@ -150,6 +155,32 @@ def central(asked: Configuration, coefficients: Coefficients, first: FirstToken,
         ttft_s = first_token_s(asked, coefficients, first, seed)
     in_flight = step.batch * asked.decode.replicas
     return Point(ttft_s, tpot_s, _output_tok_per_s(asked, step, ttft_s, tpot_s), bound, in_flight)
+
+
+def _agents(asked: Configuration, turn: Turn, coefficients: Coefficients, first: FirstToken) -> Point:
+    """The figures of agents whose rate is known, and with it what they are given in a second."""
+    steady = Steady(replace(asked, concurrency=turn.in_flight, rate_per_s=None))
+    multipliers = coefficients.resolve(asked.group)
+    step, _ = settle(steady, multipliers)
+    given = (asked.rate_per_s or 0.0) * asked.lengths.output_tokens
+    alone_s = steady.decode.floor_s(steady.mean_step_of(1.0).work)
+    tpot_s = max(turn.tpot_s, alone_s)
+    ttft_s = turn.ttft_s * correction(asked, first)
+    return Point(ttft_s, tpot_s, given, bound_of(step.basis, multipliers), turn.in_flight)
+
+
+def _arriving(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int) -> Point:
+    """The figures of an open loop, all of its replay: it starts empty, ends, and never settles above what it can serve.
+
+    A burst of 512 prompts waits for its own prompts once; a steady state would let each answer wait for as many.
+    """
+    run = replayed_run(asked, coefficients, first, seed)
+    steady = Steady(asked)
+    mean = steady.mean_step_of(max(run.batch_mean, 1.0))
+    tpot_s = max(run.tpot_mean_ms / 1e3, steady.decode.floor_s(steady.mean_step_of(1.0).work))
+    ttft_s = run.ttft_mean_ms / 1e3 * correction(asked, first)
+    bound = bound_of(mean.basis, coefficients.resolve(asked.group))
+    return Point(ttft_s, tpot_s, run.output_tok_per_s, bound, mean.batch * asked.decode.replicas)
 
 
 def _assumed(asked: Configuration, point: Point) -> tuple[str, ...]:

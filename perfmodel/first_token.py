@@ -3,29 +3,24 @@
 Owns: how a configuration becomes the engine and the clients of a replay (scheduler limits, room, front end, launches of
 a prompt step), and the mean TTFT that comes out. Does not own: the replay (`harness`), time per token (`steady`), or
 the coefficients it reads (`coefficients.FirstToken`).
-A prompt alone pays kernel launches that decodes in flight hide behind their own work, so the launches here are their
-own coefficients, per layer, expert layer and latent-attention layer, with a factor per engine.
+A step with a prompt in it is launched kernel by kernel, while the device works: the launches here are their own
+coefficients, per layer, expert layer and latent-attention layer, with a factor per engine.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from perfmodel import memory
 from perfmodel.attention import AttentionKind
 from perfmodel.coefficients import Coefficients, FirstToken
 from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
 from perfmodel.disaggregation import SplitEngine
-from perfmodel.harness import ArrivalLaw, HarnessScenario, replay, replay_split
-from perfmodel.serving import FrontEnd, LengthLaw, Lengths, SchedulingOrder, Served, ServingEngine
-from perfmodel.steady import CHUNK_TOKENS, LEAST_CACHE_RATIO, scheduling_order
+from perfmodel.harness import OPEN_LOOP_REQUESTS, ArrivalLaw, HarnessScenario, replay, replay_split
+from perfmodel.serving import FrontEnd, LengthLaw, SchedulingOrder, Served, ServingEngine
+from perfmodel.steady import CHUNK_TOKENS, cache_tokens, most_sequences, scheduling_order
 from perfmodel.step_time import BatchShape, StepModel, StepTable
-
-# Share of the memory that engines give to weights and cache, and what runtime and activations take of each device
-# (slot waits of Llama 70B, Qwen3-32B and MiniMax rows are then hit within 10 to 30 %).
-_UTILISATION_RATIO = 0.92
-_RUNTIME_BYTES = 5e9
 
 # Share of an answer's KV that admission sets aside: TensorRT-LLM all of it, SGLang's estimate starts near 0.3.
 _RESERVE_RATIOS = {"trtllm": 1.0, "sglang": 0.3}
@@ -33,34 +28,32 @@ _RESERVE_RATIOS = {"trtllm": 1.0, "sglang": 0.3}
 # Sequences that an engine runs at most.
 _MOST_SEQUENCES = 1_024
 
-# Decode slots of TensorRT-LLM's disaggregated workers are a power of two from this batch size on.
+# Decode slots of TensorRT-LLM's disaggregated tensor-parallel workers are a power of two from this batch size on: the
+# sizes of its graphs. Workers with attention data parallelism take what their clients need.
 _ROUNDED_SLOTS = 6
 
 # Requests of a replay: enough for waves to settle, as many as the harness replays at most: with fewer than ten a client
 # the burst at the start would weigh too much.
 _MOST_REPLAYED = 65_536
-_OPEN_LOOP_REQUESTS = 512
+
+# Requests of an open loop: TensorRT-LLM's tables send 512, vLLM's `benchmark_serving` 1,000 unless told otherwise.
+_OPEN_LOOP_REQUESTS = {"trtllm": 512}
 
 # Versions of TensorRT-LLM before its PyTorch path, by half-year: a prompt step is one graph there.
 _GRAPH_ERAS = frozenset({"2024a", "2024b", "2025a"})
 _GRAPH_ENGINES = frozenset({"intel-gaudi-pytorch"})
 
-# An agentic turn that reuses less than this is queued behind whole prompts; above it, the queue is short.
-_REUSED_RATIO = 0.5
-_MOST_QUEUED_PROMPTS = 1.5
 
+class _ScaledSteps:
+    """A step model whose steps last `scale` times as long."""
 
-class _PromptSteps:
-    """A step model whose prompt steps also pay their launches; everything times `scale`."""
-
-    def __init__(self, model: StepModel, launch_s: float, scale: float = 1.0) -> None:
+    def __init__(self, model: StepModel, scale: float) -> None:
         self._model = model
-        self._launch_s = launch_s
         self._scale = scale
 
     def step_s(self, batch: BatchShape) -> float:
         """Seconds of one step."""
-        return self._scale * (self._model.step_s(batch) + (self._launch_s if batch.prefill_tokens else 0.0))
+        return self._scale * self._model.step_s(batch)
 
     def table(self, max_batched_tokens: int) -> StepTable:
         """The same as a table."""
@@ -71,20 +64,55 @@ class _PromptSteps:
             decode_context_s=scale * table.decode_context_s,
             prefill_pair_s=scale * table.prefill_pair_s,
             prefill_context_s=scale * table.prefill_context_s,
-            prefill_step_s=scale * (table.prefill_step_s + self._launch_s),
+            prefill_step_s=scale * table.prefill_step_s,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Mean seconds of an agent's turn to its first token and per further token, and the turns in flight."""
+
+    ttft_s: float
+    tpot_s: float
+    in_flight: float
+
+
 def first_token_s(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int = 0) -> float:
-    """Mean seconds to the first token of the requests of this configuration."""
-    replayed = replayed_run(asked, coefficients, first, seed).ttft_mean_ms / 1e3
-    if asked.scenario is Scenario.AGENTIC and asked.rate_per_s is not None and asked.concurrency is not None:
-        replayed = _agentic_s(asked, coefficients, first, seed, replayed)
-    return replayed * correction(asked, first)
+    """Mean seconds to the first token of the requests of this configuration, its groups' factors included."""
+    return replayed_run(asked, coefficients, first, seed).ttft_mean_ms / 1e3 * correction(asked, first)
+
+
+def agent_turn(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int = 0) -> Turn | None:
+    """The turns of agents whose live sessions and rate are both known; None for any other load.
+
+    By Little's law a session's turn takes sessions over rate. What the think time leaves of it is wait, prompt and
+    answer, and it says how many turns are in flight. The replay of that many clients says how the time divides; no turn
+    is shorter than one alone.
+    """
+    if not asked.paced:
+        return None
+    assert asked.rate_per_s is not None and asked.concurrency is not None, "what paced means"
+    alone = _turn(replace(asked, concurrency=1.0, rate_per_s=None), coefficients, first, seed)
+    tokens = max(asked.lengths.output_tokens - 1, 1.0)
+    turn_s = max(asked.concurrency / asked.rate_per_s - first.think_s, alone.ttft_s + tokens * alone.tpot_s)
+    in_flight = min(asked.concurrency, max(1.0, asked.rate_per_s * turn_s))
+    together = _turn(replace(asked, concurrency=in_flight, rate_per_s=None), coefficients, first, seed)
+    longer = turn_s / (together.ttft_s + tokens * together.tpot_s)
+    return Turn(together.ttft_s * longer, together.tpot_s * longer, in_flight)
+
+
+def _turn(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int) -> Turn:
+    run = replayed_run(asked, coefficients, first, seed)
+    return Turn(run.ttft_mean_ms / 1e3, run.tpot_mean_ms / 1e3, asked.concurrency or 1.0)
 
 
 def correction_keys(asked: Configuration) -> tuple[str, ...]:
-    """The groups whose factors multiply a replayed TTFT: kind of load by engine, engine era, generation, family."""
+    """The groups whose factors multiply a replayed TTFT: kind of load by engine, engine era, generation, family.
+
+    None where Little's law has given the time already (`agent_turn`).
+    """
+    if asked.paced:
+        return ()
     era = asked.group.era
     kind = "disaggregated" if asked.disaggregated else asked.scenario.value
     return (
@@ -139,7 +167,7 @@ def _decode_slots(asked: Configuration) -> int:
     share = max(1.0, (asked.concurrency or _MOST_SEQUENCES) / max(asked.decode.replicas, 1.0))
     ranks = asked.decode.shape.data_parallel_count
     each = math.ceil(share / ranks)
-    if asked.group.era.engine == "trtllm" and each >= _ROUNDED_SLOTS:
+    if asked.group.era.engine == "trtllm" and ranks == 1 and each >= _ROUNDED_SLOTS:
         each = 2 ** int(math.log2(each))
     return max(1, each * ranks)
 
@@ -187,25 +215,16 @@ def _engine(
     once = asked.scenario in (Scenario.STATIC_BATCH, Scenario.FIRST_TOKEN, Scenario.SINGLE_USER)
     most = max(1.0, asked.concurrency or _MOST_SEQUENCES)
     return ServingEngine(
-        step=_PromptSteps(model, _launch_s(shape, kind, first), scale),
-        kv_capacity_tokens=2**50 if once else cache_tokens(pool, asked.lengths),
+        step=_ScaledSteps(model, scale),
+        launch_s=_launch_s(shape, kind, first) * scale,
+        kv_capacity_tokens=2**50 if once else cache_tokens(pool, asked.lengths, era.engine),
         max_batched_tokens=2**30 if once else budget,
-        max_sequence_count=round(max(most, 1)) if once else _MOST_SEQUENCES,
+        max_sequence_count=round(max(most, 1)) if once else most_sequences(asked) or _MOST_SEQUENCES,
         replicas=max(1, min(round(pool.replicas), round(most))),
         order=SchedulingOrder.WHOLE_PROMPTS if once else order,
         reserve_ratio=0.0 if once else _RESERVE_RATIOS.get(era.engine, 0.0),
         front_end=FrontEnd() if once else FrontEnd(request_s, first.prompt_token_us * 1e-6),
     )
-
-
-def cache_tokens(pool: Pool, lengths: Lengths) -> int:
-    """Tokens that one replica's cache holds, at the mean length of this load."""
-    shape = pool.shape
-    free = _UTILISATION_RATIO * shape.hardware.memory_bytes - _RUNTIME_BYTES
-    free = max(free - memory.fullest_device_weight_bytes(shape), LEAST_CACHE_RATIO * shape.hardware.memory_bytes)
-    context = max(1, round(lengths.input_tokens + 0.6 * lengths.output_tokens))
-    one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count) / context
-    return int(max(1.0, min(shape.data_parallel_count * free / max(one, 1e-6), 2.0**50)))
 
 
 def _scenario(asked: Configuration) -> HarnessScenario:
@@ -220,32 +239,8 @@ def _scenario(asked: Configuration) -> HarnessScenario:
         once = asked.scenario in (Scenario.STATIC_BATCH, Scenario.FIRST_TOKEN, Scenario.SINGLE_USER)
         count = clients if once else min(10 * clients, max(_MOST_REPLAYED, 2 * clients))
         return HarnessScenario(lengths, concurrency=clients, request_count=count)
+    sent = _OPEN_LOOP_REQUESTS.get(asked.group.era.engine, OPEN_LOOP_REQUESTS)
     if asked.scenario in QUEUED or asked.rate_per_s is None:
-        count = max(1, round(concurrency)) if concurrency is not None else _OPEN_LOOP_REQUESTS
+        count = max(1, round(concurrency)) if concurrency is not None else sent
         return HarnessScenario(lengths, ArrivalLaw.OPEN_LOOP, request_count=min(count, _MOST_REPLAYED))
-    return HarnessScenario(
-        lengths, ArrivalLaw.OPEN_LOOP, rate_per_s=asked.rate_per_s, request_count=_OPEN_LOOP_REQUESTS
-    )
-
-
-def _agentic_s(
-    asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int, replayed_s: float
-) -> float:
-    """TTFT of an agent's turns, whose concurrency counts live sessions.
-
-    By Little's law a session's turn takes sessions over rate; what is left of it after the answer and the think time is
-    the wait, at least the prompt alone. The replay takes every session for a request in flight and so waits too long
-    where think times are long; the geometric mean of both stands, with less scatter than either. Where most
-    of the prompt is found in the cache the replay holds, up to 1.5 prompts; where reuse is not known, the replay.
-    """
-    if "prefix_hit" in asked.assumed:
-        return replayed_s
-    alone = replace(asked, concurrency=1.0, rate_per_s=None)
-    alone_s = replayed_run(alone, coefficients, first, seed).ttft_mean_ms / 1e3
-    if asked.lengths.cached_ratio >= _REUSED_RATIO:
-        return max(alone_s, min(replayed_s, _MOST_QUEUED_PROMPTS * alone_s))
-    run = replayed_run(asked, coefficients, first, seed)
-    assert asked.rate_per_s is not None and asked.concurrency is not None, "checked by the caller"
-    answer_s = (asked.lengths.output_tokens - 1) * run.tpot_mean_ms / 1e3
-    waited_s = max(alone_s, asked.concurrency / asked.rate_per_s - answer_s - first.think_s)
-    return math.sqrt(waited_s * replayed_s)
+    return HarnessScenario(lengths, ArrivalLaw.OPEN_LOOP, rate_per_s=asked.rate_per_s, request_count=sent)

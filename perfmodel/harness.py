@@ -188,15 +188,19 @@ def replay_split_requests(engine: SplitEngine, scenario: HarnessScenario, seed: 
         float(engine.handover_token_s(scenario.lengths.input_tokens)),
         scenario.concurrency if closed else 0,
     )
-    replay_loop.run_split(requests, state, _shared_prices(engine), _shared_limits(decode), pool)
+    prices = _shared_prices(engine, scenario.lengths.input_tokens)
+    replay_loop.run_split(requests, state, prices, _shared_limits(decode), pool)
     return _replayed(requests, state)
 
 
-def _shared_prices(engine: SplitEngine) -> replay_loop.Prices:
+def _shared_prices(engine: SplitEngine, input_tokens: float) -> replay_loop.Prices:
     """The decode replicas as one engine (n tokens cost what one needs for its share), behind the front end."""
     decode = engine.decode
     one = _prices(decode, decode.max_batched_tokens)
     front = engine.prefill.front_end
+    # Each prefill worker has a tokeniser: together they take prompts that much faster, one prompt takes as long.
+    token_s = front.prompt_token_s / engine.prefill.replicas
+    beside_s = (front.prompt_token_s - token_s) * input_tokens
     shared = np.repeat(one.by_token_s[1:], decode.replicas)
     return replay_loop.Prices(
         np.concatenate((one.by_token_s[:1], shared)),
@@ -205,9 +209,10 @@ def _shared_prices(engine: SplitEngine) -> replay_loop.Prices:
         0.0,
         0.0,
         0.0,
-        float(front.request_s),
-        float(front.prompt_token_s),
+        float(front.request_s + beside_s),
+        float(token_s),
         float(front.first_token_s),
+        0.0,
     )
 
 
@@ -273,6 +278,7 @@ def _prices(engine: ServingEngine, max_batched_tokens: int) -> replay_loop.Price
         float(front.request_s),
         float(front.prompt_token_s),
         float(front.first_token_s),
+        float(engine.launch_s),
     )
 
 

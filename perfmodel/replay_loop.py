@@ -43,7 +43,8 @@ _HEAP_SHIFT = 1 << 23
 class Prices(NamedTuple):
     """A `StepTable` as an array and numbers, and what lies outside the steps (all seconds).
 
-    `prefill_step_s` is paid once by every step with a prompt in it.
+    `prefill_step_s` is paid once by every step with a prompt in it; `launch_s` is how long the host takes to launch
+    such a step.
     """
 
     by_token_s: NDArray[np.float64]
@@ -55,6 +56,7 @@ class Prices(NamedTuple):
     request_s: float
     prompt_token_s: float
     first_token_s: float
+    launch_s: float
 
 
 class Limits(NamedTuple):
@@ -137,6 +139,15 @@ def _tokens_s(by_token_s: NDArray[np.float64], tokens: int) -> float:
     if tokens <= last:
         return float(by_token_s[tokens])
     return float(by_token_s[last] + (tokens - last) * (by_token_s[last] - by_token_s[last - 1]))
+
+
+@compiled
+def _launched(device_s: float, launch_s: float) -> float:
+    """Seconds of a step that the host launches while the device works: most of the shorter one is hidden.
+
+    The root of the squares: between their sum, which doubled short prompts on fast devices, and the larger of the two.
+    """
+    return float(np.sqrt(device_s * device_s + launch_s * launch_s))
 
 
 @compiled
@@ -278,6 +289,7 @@ def _mixed_step(requests: Requests, state: State, prices: Prices, limits: Limits
         step_s += prices.decode_context_s * count[CONTEXT]
         count[STEP] += 1
         count[CONTEXT] += decodes
+    step_s = _launched(step_s, prices.launch_s)
     clock[NOW] += step_s
     clock[BUSY] += step_s
     clock[SEQUENCE_S] += step_s * (decodes + count[CHUNKS])
@@ -466,11 +478,9 @@ def _prefill_batch(requests: Requests, state: State, pool: Pool, worker: int, be
     fill = deep * pool.rank_count / taken
     price = pool.prices
     steps = max(1, int(np.ceil(tokens / pool.max_batched_tokens)))
-    spent_s = (
-        steps * (_tokens_s(price.by_token_s, int(tokens * fill / steps)) + price.prefill_step_s)
-        + price.sequence_s * taken
-    )
-    spent_s += price.prefill_pair_s * pairs * fill
+    device_s = _tokens_s(price.by_token_s, int(tokens * fill / steps)) + price.prefill_step_s
+    device_s += (price.sequence_s * taken + price.prefill_pair_s * pairs * fill) / steps
+    spent_s = steps * _launched(device_s, price.launch_s)
     pool.free_s[worker] = begins_s + spent_s
     for request in range(first, count[BEGUN]):
         requests.visible_s[request] = begins_s + spent_s + pool.handover_s

@@ -146,7 +146,8 @@ class ServingEngine:
     """One engine, or `replicas` equal ones that share the load evenly: speed, room and scheduler.
 
     `reserve_ratio` is the share of an answer's KV that admission sets aside: 0 with eviction when the cache is full
-    (vLLM), 1 never evicts (TensorRT-LLM's default). Raises ConfigError for limits below 1.
+    (vLLM), 1 never evicts (TensorRT-LLM's default). `launch_s`: what the host takes to launch a step with a prompt in
+    it, outside of graphs, while the device works (the harness replay has it). Raises ConfigError for limits below 1.
     """
 
     step: Steps
@@ -157,11 +158,14 @@ class ServingEngine:
     order: SchedulingOrder = SchedulingOrder.DECODE_FIRST
     reserve_ratio: float = 0.0
     front_end: FrontEnd = field(default_factory=FrontEnd)
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("kv_capacity_tokens", "max_batched_tokens", "max_sequence_count", "replicas"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"serving engine: {name} is {getattr(self, name)}; expected at least 1")
+        if not (math.isfinite(self.launch_s) and self.launch_s >= 0):
+            raise ConfigError(f"serving engine: launch_s is {self.launch_s}; expected 0 or more")
         if not 0 <= self.reserve_ratio <= 1:
             raise ConfigError(f"serving engine: reserve_ratio is {self.reserve_ratio}; expected 0 to 1")
 

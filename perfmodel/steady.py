@@ -19,16 +19,21 @@ from numpy.typing import NDArray
 
 from perfmodel import memory
 from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
-from perfmodel.serving import LengthLaw, SchedulingOrder
+from perfmodel.serving import LengthLaw, Lengths, SchedulingOrder
 from perfmodel.step_terms import StepBasis, Work
 
-# Share of the memory that a cache has at least where weights leave nothing: the row says that it ran.
-LEAST_CACHE_RATIO = 0.06
+# Share of the memory that engines give to weights and cache, and what runtime and activations take of each device
+# (slot waits of Llama 70B, Qwen3-32B and MiniMax rows are then hit within 10 to 30 %).
+_UTILISATION_RATIO = 0.92
+_RUNTIME_BYTES = 5e9
 
-# Share of the memory that engines give to weights and cache, and what the runtime takes beside it. Fitted by hand on
-# points whose batch exceeds what 0.9 and 3.9 GB would hold (DeepSeek-R1 in FP8 on four B200 decodes 32 sequences).
-_CACHE_UTILISATION_RATIO = 0.94
-_CACHE_RUNTIME_BYTES = 2.5e9
+# The same for SGLang, whose `mem_fraction_static` holds back 1.5 MiB per token of a chunk and the graphs' buffers.
+_SGLANG_RUNTIME_BYTES = 11e9
+
+# Share of the memory that a cache has at least where weights leave less: the settings were raised, for the row says
+# that it ran (DeepSeek-R1 in FP8 on four B200 serves 32 prompts of 8,192). SGLang's own rule holds until nothing is
+# left (Qwen3-32B in BF16 on one H100 runs five of sixteen clients).
+_LEAST_CACHE_RATIO = 0.05
 
 # Share of its answer that a sequence has on average when the cache is full.
 _HELD_ANSWER_RATIO = 0.6
@@ -40,6 +45,11 @@ CHUNK_TOKENS = 8_192
 _MOST_SEQUENCES = 2_048.0
 _QUEUED_SEQUENCES = 1_024.0
 
+# vLLM before its V1 engine ran 256 sequences at most unless told otherwise (`max_num_seqs`); MLPerf submitters do tell.
+_V0_SEQUENCES = 256
+_V0_HALVES = frozenset({"2023a", "2023b", "2024a", "2024b"})
+_SERVED = frozenset({Scenario.CLOSED_LOOP, Scenario.OPEN_LOOP})
+
 # Offered load is served in this many rounds of successive approximation.
 _ROUNDS = 12
 
@@ -50,6 +60,13 @@ def scheduling_order(engine: str) -> SchedulingOrder:
         "sglang": SchedulingOrder.PREFILL_FIRST,
         "trtllm": SchedulingOrder.WHOLE_PROMPTS,
     }.get(engine, SchedulingOrder.DECODE_FIRST)
+
+
+def most_sequences(asked: Configuration) -> int | None:
+    """Sequences that one engine runs at once by its own default; None where no such limit is known to bind."""
+    era = asked.group.era
+    early = era.engine == "vllm" and era.half in _V0_HALVES
+    return _V0_SEQUENCES if early and asked.scenario in _SERVED else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +84,9 @@ class Steady:
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = configuration
         self.decode = StepBasis(configuration.decode.shape, spans_nodes=configuration.decode.spans_nodes)
-        self.room_sequences = room_sequences(configuration.decode, configuration.lengths.input_tokens,
-                                             configuration.lengths.output_tokens)  # fmt: skip
+        self.room_sequences = room_sequences(
+            configuration.decode, configuration.lengths, configuration.group.era.engine
+        )
 
     def batch(self, tpot_s: float) -> float:
         """Sequences that decode together in one replica when a token takes `tpot_s`; at least 1."""
@@ -82,7 +100,7 @@ class Steady:
             wanted = min(asked.rate_per_s / replicas * asked.lengths.output_tokens * tpot_s, _MOST_SEQUENCES)
         else:
             wanted = _QUEUED_SEQUENCES
-        return max(1.0, min(wanted, self.room_sequences))
+        return max(1.0, min(wanted, self.room_sequences, most_sequences(asked) or math.inf))
 
     def interfering_prompts(self, batch: float) -> float:
         """Prompts of others that a request waits for between its first and its last token."""
@@ -123,16 +141,23 @@ class Steady:
         return MeanStep(work, self.decode.of(work), batch)
 
 
-def room_sequences(pool: Pool, input_tokens: float, output_tokens: float) -> float:
-    """Sequences that one replica's KV cache holds; at least 1, for it is said to have run."""
+def room_sequences(pool: Pool, lengths: Lengths, engine: str = "") -> float:
+    """Sequences of this load that one replica's KV cache holds; at least 1, for it is said to have run."""
+    held = lengths.input_tokens + _HELD_ANSWER_RATIO * lengths.output_tokens
+    return max(1.0, cache_tokens(pool, lengths, engine) / held)
+
+
+def cache_tokens(pool: Pool, lengths: Lengths, engine: str = "") -> int:
+    """Tokens that one replica's cache holds, at the mean length of this load and in this engine."""
     shape = pool.shape
-    free = _CACHE_UTILISATION_RATIO * shape.hardware.memory_bytes - _CACHE_RUNTIME_BYTES
-    # The least that a cache has where weights leave nothing, as TTFT's replay takes it: the row says that it ran, and a
-    # cache of one sequence would make TPOT flat in the concurrency.
-    free = max(free - memory.fullest_device_weight_bytes(shape), LEAST_CACHE_RATIO * shape.hardware.memory_bytes)
-    context = max(1, round(input_tokens + _HELD_ANSWER_RATIO * output_tokens))
-    one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count)
-    return max(1.0, shape.data_parallel_count * free / max(one, 1.0))
+    size, sglang = shape.hardware.memory_bytes, engine == "sglang"
+    free = _UTILISATION_RATIO * size - memory.fullest_device_weight_bytes(shape)
+    free -= _SGLANG_RUNTIME_BYTES if sglang else _RUNTIME_BYTES
+    if free <= 0 or not sglang:
+        free = max(free, _LEAST_CACHE_RATIO * size)
+    context = max(1, round(lengths.input_tokens + _HELD_ANSWER_RATIO * lengths.output_tokens))
+    one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count) / context
+    return int(max(1.0, min(shape.data_parallel_count * free / max(one, 1e-6), 2.0**50)))
 
 
 def settle(steady: Steady, seconds: NDArray[np.float64], start_s: float = 0.03) -> tuple[MeanStep, float]:
@@ -149,7 +174,7 @@ def settle(steady: Steady, seconds: NDArray[np.float64], start_s: float = 0.03) 
             break
         tpot_s = math.sqrt(tpot_s * answer)
         following = steady.batch(tpot_s)
-        if following == step.batch:
-            break
-        step = steady.mean_step_of(following)
+        # The room may cap both batches while the speed still falls: only the speed says that it is over.
+        if following != step.batch:
+            step = steady.mean_step_of(following)
     return step, float(step.basis @ seconds)

@@ -26,6 +26,10 @@ from numba.core.dispatcher import Dispatcher
 # Letters of a digest in a name: 64 bits are enough to tell versions and signatures apart.
 _DIGEST_LETTERS = 16
 
+# The modules of the small compiled loops and the folders of the large ones. A test finds a module that is missing here.
+_LOOP_SOURCES = ("compiled.py", "replay_loop.py")
+_FOLDERS = ("queueing", "simulation")
+
 # Bytes of the SHA-256 digest with which a file begins.
 _SEAL_BYTES = 32
 
@@ -42,9 +46,10 @@ def remember_compiled_code(folder: Path | None = None) -> bool:
 
 def remember_compiled_loops(folder: Path | None = None) -> bool:
     """As `remember_compiled_code`, for the loops of the closed forms alone: no simulation is imported."""
-    from perfmodel import queueing, replay_loop
+    from perfmodel import replay_loop
+    from perfmodel.queueing import loops
 
-    return _remember([*_compiled_in(replay_loop), *_compiled_in(queueing)], folder)
+    return _remember([*_compiled_in(replay_loop), *_compiled_in(loops)], folder)
 
 
 def _compiled_in(module: ModuleType) -> list[Any]:
@@ -65,6 +70,8 @@ def _remember(entries: Iterable[Any], folder: Path | None) -> bool:
         return False
     finally:
         settings.CACHE_DIR = before
+    if not all(Path(cache.cache_path).is_relative_to(place) for _, cache in caches):
+        return False  # numba found the folder read-only and chose the one of the installed sources
     for entry, cache in caches:
         entry._cache = cache  # what numba's `enable_caching` does, with a cache of our own
     return True
@@ -129,13 +136,18 @@ class _SealedCache(FunctionCache):
             return
 
 
+def compiled_sources() -> list[Any]:
+    """Every file of this package that compiled code is made of, constants included, in a fixed order."""
+    package = resources.files("perfmodel")
+    in_folders = (
+        path for folder in _FOLDERS for path in package.joinpath(folder).iterdir() if path.name.endswith(".py")
+    )
+    return [*(package / name for name in _LOOP_SOURCES), *sorted(in_folders, key=str)]
+
+
 def _digest() -> str:
     """Of numba's version and every source that compiled code is made of."""
     digest = sha256(numba.__version__.encode())
-    names = ("sim_", "compiled.", "queueing.", "replay_loop.")
-    sources = [
-        path for path in resources.files("perfmodel").iterdir() if path.name.startswith(names) and path.is_file()
-    ]
-    for path in sorted(sources, key=lambda path: path.name):
+    for path in compiled_sources():
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:_DIGEST_LETTERS]

@@ -43,10 +43,13 @@ def calibrate(
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.coefficient_file import CoefficientFile, dump_coefficients
     from perfmodel.adapters.measured import keep_input, measured, read_rows, usable_rows
+    from perfmodel.adapters.plots import check_plot_path, write_plot
 
     with guard():
         keep_input("--out", out, data)
         keep_input("--plot", plot, data)
+        if plot is not None:
+            check_plot_path(plot)
         usable, refused = usable_rows(read_rows(data), load_catalog())
         rows = [row for row in map(measured, usable) if row.useful]
         report, whole, answers = _calibrated(rows, refused, choose=choose)
@@ -60,8 +63,6 @@ def calibrate(
             )
             out.write_text(dump_coefficients(file), encoding="utf-8")
         if plot is not None:
-            from perfmodel.adapters.plots import write_plot
-
             write_plot(_figure(answers), plot)
         if as_json:
             show_json(report)
@@ -91,6 +92,7 @@ def _calibrated(
             answers.extend(validation.cross_validate(rows, scheme, whole, penalties, done))
     whole = replace(whole, coefficients=replace(whole.coefficients, bands=validation.bands(answers)))
     splits: dict[str, object] = {}
+    misses: dict[str, object] = {}
     for scheme in Scheme:
         own = [answer for answer in answers if answer.scheme is scheme]
         splits[scheme.value] = {
@@ -98,6 +100,7 @@ def _calibrated(
             **{f"saturation_{name}": value for name, value in validation.saturation(own).items()},
             **validation.coverage(own, whole.coefficients),
         }
+        misses[scheme.value] = validation.saturation_misses(own)
         for kind, line in validation.error_table(own, validation.kind_name).items():
             splits[f"{scheme.value} {kind}"] = line
     within = [answer for answer in answers if answer.scheme is Scheme.WITHIN]
@@ -107,6 +110,7 @@ def _calibrated(
         "refused": _reasons(refused),
         "shrinkage": tried,
         "splits": splits,
+        "saturation_misses": misses,
         "groups": {name: line for name, line in groups.items() if _points(line) >= _LEAST_GROUP_POINTS},
     }
     return report, whole, answers
@@ -161,6 +165,22 @@ def _show(report: Mapping[str, object]) -> None:
                 cells.extend(_percent(line.get(f"{quantity}_{figure}_ratio")) for figure in ("median", "p90", "bias"))
             table.add_row(*cells)
         console.print(table)
+    _show_misses(report["saturation_misses"])  # type: ignore[arg-type]  # built above
+
+
+def _show_misses(splits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+    """Loads that were wrongly said to be saturated or not, by cause."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="TTFT above 10 s, said wrongly by cause: missed / false")
+    for column in ("", *splits):
+        table.add_column(column, justify="left" if column == "" else "right")
+    none = {"missed": 0, "false": 0}
+    for cause in sorted({cause for causes in splits.values() for cause in causes}):
+        counts = [causes.get(cause, none) for causes in splits.values()]
+        table.add_row(cause, *(f"{count['missed']} / {count['false']}" for count in counts))
+    Console().print(table)
 
 
 def _percent(value: float | None) -> str:

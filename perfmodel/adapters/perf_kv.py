@@ -64,6 +64,10 @@ def kv(
     from perfmodel.adapters.catalog import load_catalog
 
     with guard(), _options_named():
+        if plot is not None:
+            from perfmodel.adapters.plots import check_plot_path
+
+            check_plot_path(plot)
         catalog = load_catalog()
         shape = _shape(catalog, model, kv_dtype, weight_dtype)
         answer = _answer(catalog, shape, gpu, context, batch)

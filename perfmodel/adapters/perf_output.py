@@ -45,6 +45,10 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
+# Packages that `pip install inferplane` alone does not bring (pyproject.toml, the extra `perf`).
+_EXTRAS = ("numba", "scipy", "plotly")
+
+
 @contextmanager
 def guard() -> Iterator[None]:
     """Faults as the command line shows them: ConfigError exits 2, other faults of the model and the system exit 1."""
@@ -54,6 +58,12 @@ def guard() -> Iterator[None]:
         fail(str(fault), 2)
     except PerfModelError as fault:
         fail(str(fault))
+    except ModuleNotFoundError as fault:
+        if fault.name not in _EXTRAS:
+            raise
+        fail(f"{fault.name} is not installed; expected `pip install 'inferplane[perf]'`")
+    except BrokenPipeError:
+        raise  # the reader of a pipe has left (`| head`): typer ends without a word
     except OSError as fault:
         reason = fault.strerror or str(fault)
         fail(f"{fault.filename}: {reason}" if fault.filename else reason)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from perfmodel.adapters.catalog import Catalog
     from perfmodel.adapters.offer_prices import OfferPrice
     from perfmodel.adapters.spec_file import SizeSpec
+    from perfmodel.coefficients import Coefficients
     from perfmodel.search.pareto import Point
+    from perfmodel.search.plan import EngineOption
     from perfmodel.serving import Lengths
 
 # Devices of each kind when no spec says how many there are: one full scale-up domain of most vendors.
@@ -63,6 +65,12 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
     mixed: Annotated[
         bool, typer.Option("--mixed/--no-mixed", help="Also pair prefill and decode on unlike devices.")
     ] = True,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes for the sweep. Default: this one alone.", show_default=False)
+    ] = None,
+    dask: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A Dask cluster for the sweep.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write the fronts as a plot: FILE.html or FILE.png.", show_default=False)
@@ -72,6 +80,7 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
     from perfmodel.adapters import perf_output
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.plots import check_plot_path, write_plot
+    from perfmodel.adapters.sweeps import workers as places_of
     from perfmodel.errors import ConfigError
 
     with perf_output.guard():
@@ -87,9 +96,11 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
             if model is None or gpu is None:
                 raise ConfigError("--spec is missing; expected it, or --model and --gpu")
             asked = _of_options(catalog, model, gpu, (isl, osl, cached_ratio), (weight_dtype, kv_dtype))
-        with perf_output.progress("engines and batch sizes", 1) as done:
-            found = _points(asked, catalog, mixed=mixed)
-            done(1)
+        sweep, parts = _parts(asked, catalog, mixed=mixed)
+        count = 1 if workers is None and dask is None else workers
+        shown = perf_output.progress("engines and batch sizes", len(parts))
+        with places_of(dask, count, most=len(parts)) as places, shown as done:
+            found = [point for points in places.map(_points, sweep, parts, done) for point in points]
         if plot is not None:
             write_plot(_figure(found, asked), plot)
     if as_json:
@@ -134,24 +145,55 @@ def _of_options(
     return _Asked(spec, model, Lengths(request[0], request[1], cached_ratio=request[2]), prices)
 
 
-def _points(asked: _Asked, catalog: Catalog, *, mixed: bool) -> list[Point]:
+# Engines of one job: about 0.1 s of work.
+_PART_ENGINES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """What all parts of a sweep share. `context_tokens`: the mean one of a decode."""
+
+    spec: SizeSpec
+    coefficients: Coefficients
+    lengths: Lengths
+    context_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some engines alone, or all engines in pairs."""
+
+    options: tuple[EngineOption, ...]
+    in_pairs: bool = False
+
+
+def _parts(asked: _Asked, catalog: Catalog, *, mixed: bool) -> tuple[_Sweep, list[_Part]]:
+    """The sweep in parts whose points, one part after the other, are those of `pareto.points`."""
     from perfmodel.adapters.coefficient_file import load_coefficients
-    from perfmodel.adapters.compiled_code import remember_compiled_loops
-    from perfmodel.adapters.size_report import engine_steps
     from perfmodel.errors import ConfigError
     from perfmodel.search.options import engine_options
-    from perfmodel.search.pareto import points
 
     context = int(asked.lengths.input_tokens + asked.lengths.output_tokens)
     options, refusals = engine_options(catalog.model(asked.model), asked.spec.fleet, asked.spec.choices, context)
     if not options:
         detail = refusals[0].detail if refusals else "no engine is allowed"
         raise ConfigError(f"no engine of {asked.model} fits on the named devices: {detail}")
-    steps = engine_steps(
-        asked.spec, load_coefficients().coefficients, asked.lengths.input_tokens + asked.lengths.output_tokens / 2
-    )
+    middle_tokens = asked.lengths.input_tokens + asked.lengths.output_tokens / 2
+    sweep = _Sweep(asked.spec, load_coefficients().coefficients, asked.lengths, middle_tokens)
+    starts = range(0, len(options), _PART_ENGINES)
+    parts = [_Part(tuple(options[start : start + _PART_ENGINES])) for start in starts]
+    return sweep, [*parts, _Part(tuple(options), in_pairs=True)] if mixed else parts
+
+
+def _points(sweep: _Sweep, part: _Part) -> list[Point]:
+    """The points of one part, as a job for any worker."""
+    from perfmodel.adapters.compiled_code import remember_compiled_loops
+    from perfmodel.adapters.size_report import engine_steps
+    from perfmodel.search.pareto import alone_points, pair_points
+
     remember_compiled_loops()
-    return points(options, asked.lengths, steps, mixed=mixed)
+    steps = engine_steps(sweep.spec, sweep.coefficients, sweep.context_tokens)
+    return (pair_points if part.in_pairs else alone_points)(part.options, sweep.lengths, steps)
 
 
 def _usd(point: Point, asked: _Asked) -> float | None:

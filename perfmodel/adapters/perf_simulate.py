@@ -1,16 +1,16 @@
 """The command `inferplane perf simulate`: a trace through simulated engines, behind a routing policy by name.
 
-Owns: its options, its output and its plot. Does not own: the simulation (`simulation`), traces (`traces`,
-`traces.copies`), engines (`sim_fleet_file`) or policies (`policy_names`). Contract of the JSON: the keys of `_answer`,
-in that order. All but `wall_s`, its last key, depends on the input and `--seed` alone: the same bytes every time.
+Owns: its options, and the output and plot of one run. Does not own: the simulation (`simulation`), several runs side by
+side (`sim_sweep`), where they run (`sweeps`), traces (`traces`), engines (`sim_fleet_file`) or policies
+(`policy_names`). Contract of one run's JSON: the keys of `_answer`, in that order. All but `wall_s`, its last key,
+depends on the input and `--seed` alone: the same bytes every time, of a sweep too, wherever it runs.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,34 +21,61 @@ from perfmodel.adapters.perf_output import fail, guard, progress, show_json
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from perfmodel.simulation.run import ClosedLoop, Durations, OpenLoop, SimResult
-    from perfmodel.traces.copies import Copies
+    from perfmodel.adapters.sim_sweep import Axes, Run, World
+    from perfmodel.simulation.run import Durations, EngineSpec, SimResult
     from perfmodel.traces.trace import Trace
 
-# Seconds of arrivals that are in memory at once: at 100 requests/s a window of long prompts is a few MB.
-_WINDOW_S = 30.0
+# More engines of one kind, copies or seeds than anybody simulates, and more runs than anybody reads.
+_MOST_ENGINES, _MOST_COPIES, _MOST_SEEDS, _MOST_RUNS = 100_000, 1_000_000_000, 10_000, 100_000
+
+# From here block ids are renumbered: a billion copies of a trace of a billion blocks stay below 2^63.
+_LARGE_BLOCK_ID = 2**32
+
+# The longer options; the command has the others.
+_Traces = Annotated[list[Path], typer.Option(help="Trace file (.jsonl or .jsonl.gz); given again: a sweep over both.")]
+_Replicas = Annotated[str, typer.Option(metavar="N[,N...]", help="Engines; several counts: a sweep.")]
+_Policies = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME[,NAME...]", help="round_robin, least_requests, inferplane_route, ...; several: a sweep."
+    ),
+]
+_Copies = Annotated[
+    str, typer.Option(metavar="N[,N...]", help="Relabelled copies of the trace at once; several: a sweep.")
+]
+_Duration = Annotated[
+    float | None, typer.Option(help="Play the trace again, or cut it, to this length.", show_default=False)
+]
+_ClosedLoop = Annotated[
+    bool,
+    typer.Option("--closed-loop", help="A session's turn starts when its last one ended, after its think time."),
+]
+_Engines = Annotated[Path | None, typer.Option(help="YAML of unlike engines, pools and roles.", show_default=False)]
+_Workers = Annotated[
+    int | None, typer.Option(help="Processes of a sweep. Default: one for each core.", show_default=False)
+]
+_Dask = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Run on this Dask cluster (tcp://host:8786).", show_default=False),
+]
+_Plot = Annotated[
+    Path | None, typer.Option(help="Draw TTFT and load over time to this .html or .png file.", show_default=False)
+]
 
 
 def simulate(  # noqa: PLR0913 - each is an option of the command
     ctx: typer.Context,
     *,
-    trace: Annotated[Path, typer.Option(help="Trace file (.jsonl or .jsonl.gz).")],
+    trace: _Traces,
     model: Annotated[str | None, typer.Option(help="Model of the catalogue, or a config.json.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Device of the catalogue.")] = None,
     tp: Annotated[int, typer.Option(help="Devices of one engine (tensor parallel).")] = 1,
-    replicas: Annotated[int, typer.Option(help="Engines.")] = 1,
-    policy: Annotated[str, typer.Option(help="round_robin, least_requests, inferplane_route, ...")] = "round_robin",
-    copies: Annotated[int, typer.Option(help="Relabelled copies of the trace at once.")] = 1,
-    duration_s: Annotated[
-        float | None, typer.Option(help="Play the trace again, or cut it, to this length.", show_default=False)
-    ] = None,
-    closed_loop: Annotated[
-        bool,
-        typer.Option("--closed-loop", help="A session's turn starts when its last one ended, after its think time."),
-    ] = False,
-    engines: Annotated[
-        Path | None, typer.Option(help="YAML of unlike engines, pools and roles.", show_default=False)
-    ] = None,
+    replicas: _Replicas = "1",
+    policy: _Policies = "round_robin",
+    copies: _Copies = "1",
+    duration_s: _Duration = None,
+    closed_loop: _ClosedLoop = False,
+    engines: _Engines = None,
     dtype: Annotated[str, typer.Option(help="Weights: bf16, fp8, fp4, int8, int4.")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="KV elements: bf16, fp8, fp4.")] = "bf16",
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step (the chunk of a prefill).")] = 8192,
@@ -60,24 +87,27 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
     slo_ttft_s: Annotated[float, typer.Option(help="Promise: time to first token.")] = 5.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="Promise: time per output token.")] = 50.0,
     seed: Annotated[int, typer.Option(min=0, help="Of every dice: copies, hidden speeds, noise, ties.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, max=_MOST_SEEDS, help="A sweep over so many, from --seed on.")] = 1,
+    workers: _Workers = None,
+    dask: _Dask = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     detail: Annotated[bool, typer.Option("--detail", help="Add engines, tiers and hand-overs to the JSON.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw TTFT and load over time to this .html or .png file.", show_default=False)
-    ] = None,
+    plot: _Plot = None,
 ) -> None:
     """Simulate a cluster on a trace: TTFT, TPOT, cache hits and goodput under a routing policy.
 
+    Several traces, copies, policies, replicas or seeds are a sweep: all combinations side by side, on all cores.
     "Not idle" is the share of the time in which an engine had anything to do; it says nothing about how full it was.
     """
     given = tuple(name for option, name in _FIELD_OF.items() if _typed(ctx, option))
-    engine = _EngineWords(model, gpu, tp, replicas, dtype, kv_dtype, max_batched_tokens, max_sequences)
+    engine = _EngineWords(model, gpu, tp, dtype, kv_dtype, max_batched_tokens, max_sequences)
     with guard():
         _check_tier(engines, dram_gb, dram_gb_per_s)
         _run(
             _Request(
-                trace, policy, copies, duration_s, closed_loop, engines, engine, (dram_gb, dram_gb_per_s),
-                (engine_spread, step_noise), (slo_ttft_s, slo_tpot_ms / 1e3), seed, as_json, detail, plot, given,
+                _axes(trace, (copies, policy, replicas), range(seed, seed + seeds), engines),
+                duration_s, closed_loop, engines, engine, (dram_gb, dram_gb_per_s), (engine_spread, step_noise),
+                (slo_ttft_s, slo_tpot_ms / 1e3), (dask, workers), as_json, detail, plot, given,
             )
         )  # fmt: skip
 
@@ -88,6 +118,43 @@ _FIELD_OF = {
     "max_batched_tokens": "max_batched_tokens", "max_sequences": "max_sequences", "dram_gb": "dram_gb",
     "dram_gb_per_s": "dram_gb_per_s",
 }  # fmt: skip
+
+
+def _axes(traces: list[Path], lists: tuple[str, str, str], seeds: range, engines: Path | None) -> Axes:
+    """What is combined; `lists`: copies, policies and replicas as typed. Exits 2 for a value that cannot be."""
+    from perfmodel.adapters.sim_sweep import Axes
+
+    copies, policies, replicas = lists
+    counts = _counts("--replicas", replicas, _MOST_ENGINES)
+    if engines is not None and len(counts) > 1:
+        fail(f"--replicas is {replicas}; expected one number beside --engines, which says how many there are", 2)
+    axes = Axes(
+        traces=tuple(dict.fromkeys(str(path) for path in traces)),
+        copies=_counts("--copies", copies, _MOST_COPIES),
+        policies=tuple(dict.fromkeys(name.strip() for name in policies.split(","))),
+        replicas=counts if engines is None else (None,),
+        seeds=tuple(seeds),
+    )
+    combined = math.prod(map(len, (axes.traces, axes.copies, axes.policies, axes.replicas, axes.seeds)))
+    if combined > _MOST_RUNS:
+        fail(f"the sweep has {combined:,} runs; expected at most {_MOST_RUNS:,}", 2)
+    return axes
+
+
+def _counts(option: str, text: str, most: int) -> tuple[int, ...]:
+    """Whole numbers with commas between them, each once."""
+    found: dict[int, None] = {}
+    for word in text.split(","):
+        try:
+            value = int(word)
+        except ValueError:
+            fail(f"{option} is {text!r}; expected a whole number, or several with commas between them", 2)
+        if value < 1:
+            fail(f"{option} is {value}; expected at least 1", 2)
+        if value > most:
+            fail(f"{option} is {value}; expected at most {most:,}", 2)
+        found[value] = None
+    return tuple(found)
 
 
 def _typed(ctx: typer.Context, parameter: str) -> bool:
@@ -123,7 +190,6 @@ class _EngineWords:
     model: str | None
     gpu: str | None
     tp: int
-    replicas: int
     dtype: str
     kv_dtype: str
     max_batched_tokens: int
@@ -134,12 +200,10 @@ class _EngineWords:
 class _Request:
     """The command's options. `tier`: GB, GB/s; `hidden`: spread of engines, noise of steps; `slo_s`: TTFT, TPOT.
 
-    `given`: the engines file's fields whose options were typed.
+    `where`: Dask address, processes; `given`: the engines file's fields whose options were typed.
     """
 
-    trace: Path
-    policy: str
-    copies: int
+    axes: Axes
     duration_s: float | None
     closed_loop: bool
     engines: Path | None
@@ -147,7 +211,7 @@ class _Request:
     tier: tuple[float | None, float | None]
     hidden: tuple[float, float]
     slo_s: tuple[float, float]
-    seed: int
+    where: tuple[str | None, int | None]
     as_json: bool
     detail: bool
     plot: Path | None
@@ -155,46 +219,135 @@ class _Request:
 
 
 def _run(asked: _Request) -> None:
-    from perfmodel.adapters.catalog import load_catalog
-    from perfmodel.adapters.compiled_code import remember_compiled_code
-    from perfmodel.adapters.plots import check_plot_path, write_plot
+    from perfmodel.adapters.plots import check_plot_path
     from perfmodel.adapters.policy_names import policy_factory
-    from perfmodel.adapters.sim_fleet_file import EngineOptions, engines_of
-    from perfmodel.simulation.run import SimOptions, simulate
 
-    words = asked.engine
     if asked.plot is not None:
         check_plot_path(asked.plot)
-    _check_counts(replicas=words.replicas, copies=asked.copies, tp=words.tp)
-    factory = policy_factory(asked.policy)
+    _check_counts(tp=asked.engine.tp)
+    if asked.where[1] is not None:
+        _check_counts(workers=asked.where[1])
+    for policy in asked.axes.policies:
+        policy_factory(policy)
+    world = _world(asked)
+    runs = asked.axes.runs()
+    _check_memory(world, runs, asked.where)
+    if len(runs) == 1:
+        _one(asked, world, runs[0])
+    else:
+        _several(asked, world, runs)
+
+
+def _world(asked: _Request) -> World:
+    """All that the runs share. Raises ConfigError, OSError."""
+    from perfmodel.adapters.sim_sweep import World
+    from perfmodel.errors import ConfigError
+    from perfmodel.simulation.run import SimOptions
+
+    if asked.duration_s is not None and not 0 < asked.duration_s < math.inf:
+        raise ConfigError(f"--duration-s is {asked.duration_s}; expected above 0")
     options = SimOptions(
         slo_ttft_s=asked.slo_s[0],
         slo_tpot_s=asked.slo_s[1],
-        seed=asked.seed,
-        model=words.model or "model",
+        model=asked.engine.model or "model",
         engine_spread_ratio=asked.hidden[0],
         step_noise_ratio=asked.hidden[1],
     )
-    kind = EngineOptions(
-        words.model, words.gpu, words.tp, words.replicas, words.dtype, words.kv_dtype, words.max_batched_tokens,
-        words.max_sequences, *asked.tier,
-    )  # fmt: skip
-    specs = engines_of(kind, asked.engines, load_catalog())
+    engines = _engines(asked)
     if asked.engines is not None:
         _say_ignored(asked.engines, asked.given)
-    workload, count = _workload(asked.trace, (asked.copies, asked.duration_s, asked.seed), asked.closed_loop)
-    remember_compiled_code()
+    traces = {path: _from_first(Path(path)) for path in asked.axes.traces}
+    return World(traces, engines, options, asked.duration_s, asked.closed_loop)
+
+
+def _engines(asked: _Request) -> dict[int | None, tuple[EngineSpec, ...]]:
+    """The engines by how many are asked for; None: those of the file."""
+    from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.sim_fleet_file import EngineOptions, engines_of
+
+    words = asked.engine
+    kind = EngineOptions(
+        words.model, words.gpu, words.tp, 1, words.dtype, words.kv_dtype, words.max_batched_tokens,
+        words.max_sequences, *asked.tier,
+    )  # fmt: skip
+    found = engines_of(kind, asked.engines, load_catalog())
+    if asked.engines is not None:
+        return {None: found}
+    return {count: tuple(replace(spec, count=count or 1) for spec in found) for count in asked.axes.replicas}
+
+
+def _from_first(path: Path) -> Trace:
+    """The trace with its first arrival at 0, and block ids of which copies can be made (some are hashes of 63 bits)."""
+    from perfmodel.adapters.traces import read_trace
+
+    trace = read_trace(path)
+    if trace.block_end_id > _LARGE_BLOCK_ID:
+        trace = trace.with_small_block_ids()
+    return trace.window(float(trace.arrival_s[0]), math.inf)
+
+
+def _check_memory(world: World, runs: list[Run], where: tuple[str | None, int | None]) -> None:
+    """The memory of this machine, shared by the runs that are played at once; a cluster's is its own."""
+    import os
+
+    import psutil
+
+    from perfmodel.adapters.sim_sweep import check_memory
+
+    if where[0] is not None:
+        return
+    at_once = min(len(runs), where[1] or len(os.sched_getaffinity(0)))
+    free_bytes = psutil.virtual_memory().available / at_once
+    for run in {(run.trace, run.copies, run.replicas): run for run in runs}.values():
+        check_memory(world, run, free_bytes)
+
+
+def _one(asked: _Request, world: World, run: Run) -> None:
+    from perfmodel.adapters.compiled_code import remember_compiled_code
+    from perfmodel.adapters.plots import write_plot
+    from perfmodel.adapters.sim_sweep import play, played, workload_of
+    from perfmodel.adapters.sweeps import workers
+
     started_s = time.perf_counter()
-    with progress("simulating", count) as advance:
-        result = simulate(specs, workload, factory, options, advance)
+    if asked.where[0] is not None:
+        with workers(*asked.where) as places, progress("simulating", 1) as advance:
+            result = places.map(play, world, [run], advance)[0]
+    else:
+        remember_compiled_code()
+        started_s = time.perf_counter()
+        _, count = workload_of(world, run)
+        with progress("simulating", count) as advance:
+            result = played(world, run, advance)
     wall_s = time.perf_counter() - started_s
     if asked.plot is not None:
-        write_plot(_figure(result, options.slo_ttft_s, asked.policy), asked.plot)
+        write_plot(_figure(result, world.options.slo_ttft_s, run.policy), asked.plot)
     if asked.as_json or asked.detail:
-        show_json(_answer(result, wall_s, asked.detail))
+        show_json(_answer(result, asked.detail) | {"wall_s": round(wall_s, 3)})
     else:
-        _show_table(result, asked.policy, wall_s)
-        _show_overload(result, options.slo_ttft_s, asked.closed_loop)
+        _show_table(result, run.policy, wall_s)
+        _show_overload(result, world.options.slo_ttft_s, asked.closed_loop)
+
+
+def _several(asked: _Request, world: World, runs: list[Run]) -> None:
+    from perfmodel.adapters import sim_sweep
+    from perfmodel.adapters.plots import write_plot
+    from perfmodel.adapters.sweeps import workers
+
+    started_s = time.perf_counter()
+    with workers(*asked.where, most=len(runs)) as places, progress("simulating runs", len(runs)) as advance:
+        results = places.map(sim_sweep.play, world, runs, advance)
+    wall_s = time.perf_counter() - started_s
+    told = [
+        sim_sweep.named(run, len(result.engines), _answer(result, asked.detail))
+        for run, result in zip(runs, results, strict=True)
+    ]
+    summary = sim_sweep.summary(told)
+    if asked.plot is not None:
+        write_plot(sim_sweep.figure(summary, world.options.slo_ttft_s), asked.plot)
+    if asked.as_json or asked.detail:
+        show_json({"runs": told, "summary": summary, "wall_s": round(wall_s, 3)})
+        return
+    sim_sweep.show(summary, wall_s)
 
 
 def _check_counts(**counts: int) -> None:
@@ -203,43 +356,7 @@ def _check_counts(**counts: int) -> None:
             fail(f"--{name} is {value}; expected at least 1", 2)
 
 
-def _workload(path: Path, load: tuple[int, float | None, int], closed: bool) -> tuple[OpenLoop | ClosedLoop, int]:
-    """The workload and about how many requests it has. `load`: copies, seconds (None: once), seed."""
-    from perfmodel.adapters.traces import read_trace
-    from perfmodel.errors import ConfigError
-    from perfmodel.simulation.run import ClosedLoop, OpenLoop
-    from perfmodel.traces.copies import Copies
-
-    copy_count, duration_s, seed = load
-    if duration_s is not None and not 0 < duration_s < math.inf:
-        raise ConfigError(f"--duration-s is {duration_s}; expected above 0")
-    base = read_trace(path)
-    base = base.window(float(base.arrival_s[0]), math.inf)
-    rounds = 1
-    single = Copies(base, 1, seed)
-    if duration_s is not None and single.round_s > 0:
-        rounds = math.ceil(duration_s / single.round_s)
-    whole = Copies(base, copy_count, seed, repeat_count=rounds)
-    if closed:
-        played = whole.whole().with_think_times()
-        played = played if duration_s is None else played.window(0.0, duration_s)
-        return ClosedLoop(played), len(played)
-    share = 1.0 if duration_s is None or not single.round_s else min(1.0, duration_s / (rounds * single.round_s))
-    return OpenLoop(_windows(whole, math.inf if duration_s is None else duration_s)), int(whole.request_count * share)
-
-
-def _windows(copies: Copies, end_s: float) -> Iterator[Trace]:
-    for window in copies.windows(_WINDOW_S):
-        if window.arrival_s[-1] < end_s:
-            yield window
-            continue
-        last = window.window(0.0, end_s)  # a window from 0 keeps its times
-        if len(last):
-            yield last
-        return
-
-
-def _answer(result: SimResult, wall_s: float, detail: bool) -> dict[str, object]:
+def _answer(result: SimResult, detail: bool) -> dict[str, object]:
     answer: dict[str, object] = {
         "requests": result.requests,
         "completed": result.completed_count,
@@ -262,7 +379,6 @@ def _answer(result: SimResult, wall_s: float, detail: bool) -> dict[str, object]
             "recomputed_tokens": result.lost_tokens,
             "engines": [asdict(engine) for engine in result.engines],
         }
-    answer["wall_s"] = round(wall_s, 3)
     return answer
 
 
@@ -275,12 +391,14 @@ def _show_table(result: SimResult, policy: str, wall_s: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from perfmodel.adapters.sim_sweep import duration_words
+
     table = Table(title=f"{policy}: {result.requests:,} requests on {len(result.engines)} engines")
     for column in ("", "mean", "p50", "p95", "p99"):
         table.add_column(column, justify="right" if column else "left")
     for name, durations in (("TTFT", result.ttft), ("TPOT", result.tpot), ("end to end", result.end_to_end)):
         figures = _milliseconds(durations).values()
-        table.add_row(name, *("-" if figure is None else _duration(figure) for figure in figures))
+        table.add_row(name, *map(duration_words, figures))
     console = Console()
     console.print(table)
     busy = [engine.busy_ratio for engine in result.engines]
@@ -309,19 +427,6 @@ def _show_overload(result: SimResult, slo_ttft_s: float, closed_loop: bool) -> N
         f"overloaded: the queue grew until the last arrival ({rates} in the second half), more than the engines carry; "
         f"TTFT grows with the length of the trace. Try more engines or fewer {less}."
     )
-
-
-# Milliseconds of 10 s and of 10 min: from there a time reads better in s and in min.
-_SECONDS_FROM_MS, _MINUTES_FROM_MS = 10_000.0, 600_000.0
-
-
-def _duration(value_ms: float) -> str:
-    """A time with the unit that a reader wants."""
-    if value_ms < _SECONDS_FROM_MS:
-        return f"{value_ms:,.1f} ms"
-    if value_ms < _MINUTES_FROM_MS:
-        return f"{value_ms / 1e3:,.1f} s"
-    return f"{value_ms / 60e3:,.1f} min"
 
 
 def _figure(result: SimResult, slo_ttft_s: float, policy: str) -> Figure:

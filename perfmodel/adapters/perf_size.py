@@ -1,12 +1,14 @@
 """The command `inferplane perf size`: a spec file in, the cheapest fleet that keeps its promises out.
 
-Owns: the command's options, the layout of its JSON and of its table, and its exit codes (0 with a plan, 1 when nothing
+Owns: the command's options and its exit codes (0 with a plan, 1 when nothing
 fits, 2 for a spec that cannot be read). Does not own: the search (`search`), the spec's fields (`spec_file`) or the
 plot's file (`plots`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from perfmodel.adapters.size_report import Answer
+    from perfmodel.adapters.sweeps import Workers
     from perfmodel.search.rating import Check
 
 
@@ -33,39 +36,77 @@ def size(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Simulate the cheapest candidates before one is the plan.")
     ] = True,
-    policy: Annotated[str, typer.Option(help="Routing policy of that simulation.")] = "least_requests",
+    policy: Annotated[str, typer.Option(help="Routing policy of that simulation.")] = "inferplane_route",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes for its seeds. Default: this one alone.", show_default=False)
+    ] = None,
+    dask: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A Dask cluster for its seeds.", show_default=False)
+    ] = None,
 ) -> None:
     """Find the cheapest plan that keeps the promise, or say why there is none."""
-    from perfmodel.adapters import perf_output, size_report
+    from perfmodel.adapters import perf_output, perf_size_text, size_report
     from perfmodel.adapters.catalog import load_catalog
+    from perfmodel.adapters.compiled_code import remember_compiled_loops
     from perfmodel.adapters.plots import check_plot_path, write_plot
     from perfmodel.adapters.spec_file import read_spec
 
-    with perf_output.guard():
+    with perf_output.guard(), ExitStack() as held:
         if plot is not None:
             check_plot_path(plot)
         catalog = load_catalog()
         asked = read_spec(spec, catalog)
-        simulation = _check(policy) if check else None
+        if not check:
+            _no_effect(workers, dask)
+            remember_compiled_loops()
+        simulation = _check(policy, held.enter_context(_places(workers, dask))) if check else None
         answer: Answer = size_report.answered(
-            asked, catalog, flips=flips, check=simulation, progress=perf_output.progress
+            asked,
+            catalog,
+            flips=flips,
+            check=simulation,
+            progress=perf_output.progress,
+            policy=policy if check else None,
         )
         if plot is not None:
             write_plot(size_report.figure(answer), plot)
     if as_json:
         perf_output.show_json(size_report.as_json(answer))
     elif answer.sentence is None:
-        size_report.show(answer)
+        perf_size_text.show(answer)
     if answer.sentence is not None:
         perf_output.fail(answer.sentence)
 
 
-def _check(policy: str) -> Check:
+def _no_effect(workers: int | None, dask: str | None) -> None:
+    """Raises ConfigError for an option that nothing is left to do for."""
+    from perfmodel.errors import ConfigError
+
+    for option, value in (("--workers", workers), ("--dask", dask)):
+        if value is not None:
+            raise ConfigError(f"{option} is {value}; expected it without --no-check, which leaves nothing to spread")
+
+
+@contextmanager
+def _places(count: int | None, dask: str | None) -> Iterator[Workers | None]:
+    """Where the seeds are played; None: in this process. Raises ConfigError, SweepError."""
+    from perfmodel.adapters.sweeps import workers
+    from perfmodel.search.simulated import CHECK_SEEDS
+
+    if count is None and dask is None:
+        yield None
+        return
+    with workers(dask, count, most=len(CHECK_SEEDS)) as places:
+        yield places
+
+
+def _check(policy: str, places: Workers | None) -> Check:
     """The simulation under this policy. Raises ConfigError for an unknown name."""
     from perfmodel.adapters.compiled_code import remember_compiled_code
     from perfmodel.adapters.policy_names import policy_factory
+    from perfmodel.adapters.spread_check import seeds_on
     from perfmodel.search.simulated import simulated
 
     factory = policy_factory(policy)
     remember_compiled_code()
-    return simulated(factory)
+    return simulated(factory, side_by_side=None if places is None else seeds_on(places, policy))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 # Prefix statistics of a new trace are worked out up to this many blocks (about 3 GB); a longer one has none.
 _MOST_BLOCKS = 50_000_000
+# Bytes of a request while a trace is drawn: chat takes most, 523 measured (360,000 requests).
+_REQUEST_BYTES = 600
 # Field of the cores -> the option that sets it.
 _OPTION_OF = {
     "hours": "--hours",
@@ -176,6 +178,8 @@ def _demand(words: dict[str, str | None], numbers: dict[str, Any]) -> Demand:
 
 def _write(demand: Demand, out: Path) -> Trace:
     """Write the trace piece by piece, and keep what its statistics need: a very long one keeps no blocks."""
+    import psutil
+
     from perfmodel.adapters.traces import write_trace
     from perfmodel.errors import ConfigError
     from perfmodel.traces.generators import generate_parts
@@ -187,6 +191,13 @@ def _write(demand: Demand, out: Path) -> Trace:
         raise ConfigError(f"--out is {out}; there is no folder {out.parent}")
     kept: list[Trace] = []
     expected = max(1, round(demand.rate_per_s * demand.end_s))
+    free_bytes = psutil.virtual_memory().available
+    if expected * _REQUEST_BYTES > free_bytes:
+        raise ConfigError(
+            f"--rate is {demand.rate_per_s:g}, which is {expected:,} requests in {demand.hours:g} hours: about "
+            f"{expected * _REQUEST_BYTES / 1e9:,.1f} GB of memory, and {free_bytes / 1e9:,.1f} GB are free; expected "
+            "fewer (`perf simulate --copies` plays many)"
+        )
     with perf_output.progress("writing requests", expected) as done:
 
         def told() -> Iterator[Trace]:

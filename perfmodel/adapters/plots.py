@@ -6,9 +6,11 @@ command builds its figure. PNG goes through the browser that Debian ships becaus
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +30,18 @@ _DRAW_MS = 5000
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise ConfigError for a suffix that cannot be written: called before long work, not after it."""
+    """Raise for a file that cannot be written: called before long work, not after it.
+
+    ConfigError for another suffix or a place where no file can be; PlotError without Plotly, or a browser for a .png.
+    """
     if path.suffix not in (".html", ".png"):
         raise ConfigError(f"--plot is {path}; expected a file name that ends in .html or .png")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot is {path}; expected a folder that exists")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--plot is {path}; expected a file that can be written")
+    if find_spec("plotly") is None:
+        raise PlotError("--plot needs Plotly, which is not installed; expected `pip install 'inferplane[perf]'`")
     if path.suffix == ".png":
         _browser()
 
@@ -40,8 +49,7 @@ def check_plot_path(path: Path) -> None:
 def write_plot(figure: Figure, path: Path) -> None:
     """Write the figure as .html (works without a network) or .png.
 
-    Raises ConfigError for another suffix or a folder that is not there, PlotError when no browser is found or it draws
-    nothing.
+    Raises as `check_plot_path` does, and PlotError when the browser draws nothing.
     """
     check_plot_path(path)
     if path.suffix == ".html":

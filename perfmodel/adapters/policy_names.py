@@ -15,10 +15,19 @@ GROUP = "inferplane.policies"
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The factory of this policy. Raises ConfigError that offers the names there are."""
+    """The factory of this policy.
+
+    Raises ConfigError that offers the names there are, or says why the policy's code cannot be loaded.
+    """
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         known = ", ".join(sorted(found)) or f"nothing is registered under {GROUP}; install the distribution again"
         raise ConfigError(f"--policy is {name!r}; expected one of {known}")
-    factory: PolicyFactory = found[name].load()
+    try:
+        factory: PolicyFactory = found[name].load()
+    except Exception as fault:  # another package's code: anything can be wrong with it
+        said = " ".join(str(fault).split()) or "no message"
+        raise ConfigError(
+            f"--policy {name} cannot be loaded ({type(fault).__name__}: {said}); expected code that can be imported"
+        ) from fault
     return factory

@@ -1,7 +1,7 @@
-"""What `perf size` answers: the searches of a spec's periods put together, as JSON, as a table and as a plot.
+"""What `perf size` answers: the searches of a spec's periods put together, as JSON and as a plot.
 
-Owns: the keys of the answer and its wording. Does not own: any figure in it (`search`, `search.costs`, `search.flips`,
-`search.moves`). Keys name their unit; what is not known is null, never 0.
+Owns: the keys of the answer. Does not own: any figure in it (`search`, `search.costs`, `search.flips`, `search.moves`)
+or its wording on a terminal (`perf_size_text`). Keys name their unit; what is not known is null, never 0.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
-from perfmodel.adapters.offer_prices import price_words, prices_json
+from perfmodel.adapters.offer_prices import prices_json
 from perfmodel.adapters.spec_file import Period, SizeSpec
 from perfmodel.coefficients import Band, Coefficients
 from perfmodel.estimate import Known
 from perfmodel.search.certainty import Certainty, certainty
-from perfmodel.search.cheapest import EngineSteps, Problem, Sized, size
+from perfmodel.search.cheapest import EngineSteps, Problem, Sized, group_count, size
 from perfmodel.search.check import replayed
 from perfmodel.search.costs import TokenCosts, group_costs
-from perfmodel.search.flips import BreakEven, Flip, break_evens, input_flips, plan_words
+from perfmodel.search.flips import INPUT_QUESTIONS, BreakEven, Flip, break_evens, input_flips, plan_words
 from perfmodel.search.moves import Moves, StartSpeed, moves
 from perfmodel.search.plan import Candidate, EngineOption, PoolPlan, Rejection, TrafficClass
 from perfmodel.search.rating import Check, Memory, Rater
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
 
 # Shows a step while it runs: called with what is done, it gives what to call when parts of it are done.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-# Rejections shown in the table on a terminal; the JSON has all.
-_SHOWN_REJECTIONS = 12
-
-# Says what the second line of the figures' cells is.
-_BANDS = "second line: 80 % band of the model's error; goodput: what it is at the far ends of the other two"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +57,16 @@ class Answer:
     periods: tuple[PeriodAnswer, ...]
     moves: tuple[tuple[str, str, Moves], ...]
     sentence: str | None
+    policy: str | None = None
 
 
-def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | None, progress: Progress) -> Answer:
-    """Search every period, each step shown by `progress`; the first that nothing fits ends it with its sentence."""
+def answered(
+    spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | None, progress: Progress, policy: str | None = None
+) -> Answer:
+    """Search every period, each step shown by `progress`; the first that nothing fits ends it with its sentence.
+
+    `policy` is the name of the one that `check` routes by.
+    """
     context = max(
         each.demand.input_tokens + each.demand.output_tokens / 2 for period in spec.periods for each in period.classes
     )
@@ -85,31 +86,44 @@ def answered(spec: SizeSpec, catalog: Catalog, *, flips: bool, check: Check | No
             check,
             memory=Memory(),
         )
-        with progress(f"{period.name}: searching the cheapest plan", 1):
-            sized = size(problem)
-        with progress(f"{period.name}: what would change the plan", 1):
-            answer = _period_answer(period, problem, sized, flips=flips)
+        with progress(f"{period.name}: searching the cheapest plan", group_count(period.classes)) as advance:
+            sized = size(problem, partial(advance, 1))
+        answer = _period_answer(period, problem, sized)
+        if flips and sized.plan is not None:
+            with progress(
+                f"{period.name}: what would change the plan", INPUT_QUESTIONS + len(spec.fleet.offers)
+            ) as advance:
+                answer = _with_flips(answer, problem, advance)
         answers.append(replace(answer, certainties=_certainties(answer, coefficients, catalog)))
         if sized.impossible is not None:
             where = "" if len(spec.periods) == 1 else f"{period.name}: "
             sentence = where + sized.impossible.sentence
             break
-    return Answer(spec, tuple(answers), () if sentence else tuple(_moves(spec, answers)), sentence)
+    return Answer(spec, tuple(answers), () if sentence else tuple(_moves(spec, answers)), sentence, policy)
 
 
-def _period_answer(period: Period, problem: Problem, sized: Sized, *, flips: bool) -> PeriodAnswer:
+def _period_answer(period: Period, problem: Problem, sized: Sized) -> PeriodAnswer:
     plan = sized.plan
     if plan is None:
         return PeriodAnswer(period, sized, (), (), (), ())
     offers = {offer.name: offer for offer in problem.fleet.offers}
-    costs = tuple(group_costs(plan, offers, _raters(sized)))
-    if not flips:
-        return PeriodAnswer(period, sized, costs, (), (), ())
-    changes = tuple(input_flips(problem, sized))
-    return PeriodAnswer(period, sized, costs, (), tuple(break_evens(sized, problem.fleet.offers)), changes)
+    return PeriodAnswer(period, sized, tuple(group_costs(plan, offers, raters(sized))), (), (), ())
 
 
-def _raters(sized: Sized) -> dict[tuple[str, ...], Rater]:
+def _with_flips(answer: PeriodAnswer, problem: Problem, advance: Callable[[int], None]) -> PeriodAnswer:
+    changes: list[Flip] = []
+    for flip in input_flips(problem, answer.sized):
+        changes += [] if flip is None else [flip]
+        advance(1)
+    prices: list[BreakEven] = []
+    for price in break_evens(problem, answer.sized):
+        prices.append(price)
+        advance(1)
+    return replace(answer, break_evens=tuple(prices), flips=tuple(changes))
+
+
+def raters(sized: Sized) -> dict[tuple[str, ...], Rater]:
+    """The raters of all groups, by the names of their classes."""
     return {group.rater.load.names: group.rater for group in sized.groups}
 
 
@@ -118,8 +132,8 @@ def _certainties(answer: PeriodAnswer, coefficients: Coefficients, catalog: Cata
     if plan is None:
         return ()
     known = Known(catalog.devices, catalog.models)
-    raters = _raters(answer.sized)
-    return tuple(certainty(raters[each.classes], each.pools, coefficients, known) for each in plan.candidates)
+    rated = raters(answer.sized)
+    return tuple(certainty(rated[each.classes], each.pools, coefficients, known) for each in plan.candidates)
 
 
 def _moves(spec: SizeSpec, answers: list[PeriodAnswer]) -> list[tuple[str, str, Moves]]:
@@ -153,13 +167,13 @@ def as_json(answer: Answer) -> dict[str, object]:
     plan: dict[str, object] | None = None
     predicted: dict[str, object] | None = None
     if done and single:
-        plan, predicted = _plan_json(first), _predicted_json(first)
+        plan, predicted = _plan_json(first), _predicted_json(first, answer.policy)
     elif done:
         plan = {
             "periods": {each.period.name: _plan_json(each) for each in answer.periods},
             "moves": [_moves_json(*change) for change in answer.moves],
         }
-        predicted = {"periods": {each.period.name: _predicted_json(each) for each in answer.periods}}
+        predicted = {"periods": {each.period.name: _predicted_json(each, answer.policy) for each in answer.periods}}
     return {
         "plan": plan,
         "reason": answer.sentence,
@@ -224,14 +238,20 @@ def _pool_json(found: Candidate, pool: PoolPlan) -> dict[str, object]:
     }
 
 
-def _predicted_json(answer: PeriodAnswer) -> dict[str, object]:
+def _predicted_json(answer: PeriodAnswer, policy: str | None) -> dict[str, object]:
     plan = answer.sized.plan
     assert plan is not None
     classes = {each.name: each for each in answer.period.classes}
     told: dict[str, object] = {}
+    rated = raters(answer.sized)
     for found, costs, sure in zip(plan.candidates, answer.costs, answer.certainties, strict=True):
+        simulated = rated[found.classes].known_goodput(found.pools)
         for name in found.classes:
-            told[name] = _class_json(found, costs, classes[name], sure)
+            told[name] = {
+                **_class_json(found, costs, classes[name], sure),
+                "goodput_ratio_simulated": simulated,
+                "simulated_policy": None if simulated is None else policy,
+            }
     if len(told) == 1:
         only = next(iter(told.values()))
         assert isinstance(only, dict)
@@ -310,6 +330,7 @@ def _sensitivity_json(answer: PeriodAnswer) -> dict[str, object]:
             {
                 "field": each.field,
                 "now": each.was,
+                "stays_at": each.stays,
                 "flips_at": each.value,
                 "plan": each.plan,
                 "cost_usd_per_h": each.usd_per_h,
@@ -342,111 +363,7 @@ def _moves_json(before: str, after: str, change: Moves) -> dict[str, object]:
     }
 
 
-# Terminal and plot
-
-
-def show(answer: Answer) -> None:
-    """Print the answer as tables."""
-    from rich.console import Console
-
-    console = Console()
-    console.print(f"Prices: {price_words(answer.spec.prices)}")
-    for each in answer.periods:
-        _show_period(console, each, titled=len(answer.periods) > 1)
-    for before, after, change in answer.moves:
-        console.print(f"\nFrom {before} to {after}: {change.total_s:.0f} s")
-        for move in change.moves:
-            wait = ", after the drain" if move.waits_for_drain else ""
-            console.print(
-                f"  {move.option.offer.name} TP{move.option.shape.tensor_parallel_count} {move.role}: "
-                f"{move.before_count} -> {move.after_count} replicas, {move.seconds:.0f} s{wait}"
-            )
-
-
-def _show_period(console: object, answer: PeriodAnswer, *, titled: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    assert isinstance(console, Console)
-    plan = answer.sized.plan
-    assert plan is not None
-    title = f"{answer.period.name}: " if titled else ""
-    bought = ", ".join(f"{count} {name}" for name, count in plan.device_counts.items())
-    console.print(
-        f"\n[bold]{title}{plan.usd_per_h:.2f} USD/h[/bold] for {bought}"
-        + ("" if plan.watts is None else f", {plan.watts / 1000:.1f} kW")
-    )
-    table = Table("classes", "pool", "replicas", "engine", "TTFT", "TPOT", "goodput", caption=_BANDS)
-    for found, sure in zip(plan.candidates, answer.certainties, strict=True):
-        figures = _figures(answer.period, found, sure)
-        for place, pool in enumerate(found.pools):
-            shown = figures if place == 0 else ("", "", "")
-            spare = f" + {pool.spare_count} spare" if pool.spare_count else ""
-            table.add_row(
-                ", ".join(found.classes) if place == 0 else "",
-                str(pool.role),
-                f"{pool.serving_count}{spare}",
-                _engine_words(pool),
-                *shown,
-            )
-    console.print(table)
-    for found, costs in zip(plan.candidates, answer.costs, strict=True):
-        console.print(f"{', '.join(found.classes)}: {_cost_words(costs)}")
-    for sure in answer.certainties:
-        if sure is not None:
-            console.print(f"  {'extrapolated' if sure.extrapolated else 'known'}: {'; '.join(sure.nearest)}")
-    for one in answer.break_evens:
-        console.print(f"  {_break_even_words(one)}")
-    for flip in answer.flips:
-        then = "nothing fits" if flip.plan is None else f"{flip.plan} at {flip.usd_per_h:.2f} USD/h"
-        console.print(f"  {flip.field} {flip.was} -> {flip.value}: {then}")
-    console.print(f"Rejected ({answer.sized.feasible_count} of {answer.sized.considered_count} candidates would do):")
-    for each in answer.sized.rejections[:_SHOWN_REJECTIONS]:
-        console.print(f"  {each.reason}: {each.what} ({each.detail})", highlight=False)
-
-
-def _figures(period: Period, found: Candidate, sure: Certainty | None) -> tuple[str, str, str]:
-    """Three cells: TTFT, TPOT and goodput, each with its band on a second line; latencies say their percentile."""
-    told = found.predicted
-    shares = {each.slo.percentile_ratio for each in period.classes if each.name in found.classes}
-    percentile = "/".join(f"p{share * 100:g}" for share in sorted(shares))
-    ttft = f"{percentile} {told.ttft_percentile_ms:.0f} ms"
-    tpot = f"{percentile} {told.tpot_percentile_ms:.1f} ms"
-    goodput = f"{told.goodput_ratio:.3f}"
-    if sure is None:
-        return f"{ttft}\nno band", f"{tpot}\nno band", f"{goodput}\nno band"
-    low, high = (told.ttft_percentile_ms * ratio for ratio in (sure.ttft.low_ratio, sure.ttft.high_ratio))
-    ttft += f"\n{low:.0f} to {high:.0f}"
-    low, high = (told.tpot_percentile_ms * ratio for ratio in (sure.tpot.low_ratio, sure.tpot.high_ratio))
-    tpot += f"\n{low:.1f} to {high:.1f}"
-    return ttft, tpot, f"{goodput}\n{sure.goodput_low_ratio:.3f} to {sure.goodput_high_ratio:.3f}"
-
-
-def _engine_words(pool: PoolPlan) -> str:
-    from perfmodel.search.candidates import described
-
-    return described(pool.option)
-
-
-def _cost_words(costs: TokenCosts) -> str:
-    parts = [
-        ("uncached", costs.uncached_usd_per_million),
-        ("cached", costs.cached_usd_per_million),
-        ("output", costs.output_usd_per_million),
-        ("all", costs.usd_per_million_tokens),
-    ]
-    told = ", ".join(f"{name} {value:.3f}" for name, value in parts if value is not None)
-    return f"USD per million tokens: {told}"
-
-
-def _break_even_words(one: BreakEven) -> str:
-    if one.in_plan:
-        limit = "stays at any price" if one.usd_per_h is None else f"stays up to {one.usd_per_h:.2f} USD/h"
-    else:
-        limit = (
-            "does not come in at any price" if one.usd_per_h is None else f"comes in below {one.usd_per_h:.2f} USD/h"
-        )
-    return f"{one.offer_name} ({one.offered_usd_per_h:.2f} USD/h) {limit}"
+# Plot
 
 
 def figure(answer: Answer) -> Figure:

@@ -8,7 +8,7 @@ is refused with the closest known one, because a mistyped limit that is ignored 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -48,7 +48,10 @@ _WEIGHT_LOAD_BYTES_PER_S = 7e9
 # in the answer.
 _WARM_UP_S = 60.0
 
-# More devices, replicas or tokens than a site has; the search's time grows with the inventory.
+# The key `<<` of YAML, which takes another mapping's keys in: it may come more than once.
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+# More devices, replicas or tokens than a site has.
 _MOST_COUNT = 1_000_000
 
 
@@ -77,9 +80,10 @@ class SizeSpec:
 
 def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
     """The spec in this file. Raises ConfigError for a bad field and OSError for a file that cannot be read."""
-    text = path.read_text(encoding="utf-8")
     try:
-        content: object = yaml.safe_load(text)
+        content: object = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)  # noqa: S506  # a SafeLoader
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; expected YAML") from None
     except yaml.YAMLError as fault:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
     except RecursionError:
@@ -100,6 +104,23 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
     )
     root.finish()
     return spec
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML as `safe_load` reads it, but a key that a mapping has twice is refused: the first value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """As yaml calls it. Raises ConfigError that names the key and both lines."""
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE_TAG:
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                where = f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
+                raise ConfigError(f"the spec has {key.value} twice, on {where}; expected each key once")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 class Section:

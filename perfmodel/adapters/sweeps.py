@@ -1,9 +1,10 @@
 """Many independent jobs at once: over the cores of this machine, or over a Dask cluster.
 
-Owns: where jobs run, that results come back in the order of their arguments, and what happens when one fails or the
-user interrupts. Does not own: the jobs. A job is a function of a module (or a `functools.partial` of one) that depends
-on its argument only, so that it gives the same result in this process, in another one and on another machine.
-Dask is an optional extra (`inferplane[dask]`); its workers need this package at the same version.
+Owns: where jobs run, that results come back in the order of their arguments, and what happens when one fails, a worker
+or the whole cluster goes away, or the user interrupts. Does not own: the jobs. A job is a function of a module (or a
+value that can be called and pickled) that depends on what it is given only, so that it gives the same result in this
+process, in another one and on another machine. Dask is an optional extra (`inferplane[dask]`); its workers need this
+package at the same version, which is checked.
 """
 
 from __future__ import annotations
@@ -12,22 +13,85 @@ import importlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import tempfile
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-from perfmodel.errors import ConfigError, SweepError
+from perfmodel.errors import ConfigError, PerfModelError, SweepError
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
+Shared = TypeVar("Shared")
 
-# How long a scheduler may take to answer, and then to have a worker: local ones take under 2 s.
+# How long a scheduler may take to answer, and how long a cluster may have no worker: local ones take under 2 s.
 _DASK_ANSWER_S = 10.0
 _DASK_WORKER_S = 30.0
+# How often a cluster at work is asked whether it still has workers.
+_DASK_LOOK_S = 1.0
+
+
+class Workers(Protocol):
+    """Where jobs run."""
+
+    def map(
+        self,
+        job: Callable[[Shared, Argument], Result],
+        shared: Shared,
+        arguments: Sequence[Argument],
+        done: Callable[[int], None] | None = None,
+    ) -> list[Result]:
+        """`[job(shared, argument) for argument in arguments]`; `shared` is sent to each worker once.
+
+        `done` is called with 1 for every finished job, in this thread. The first job that fails ends all: a fault that
+        is a sentence already (`ConfigError`) comes as it is, other faults as a SweepError that names the job. Raises
+        SweepError too when workers die or the cluster goes away. KeyboardInterrupt ends the jobs and passes on.
+        """
+        ...
+
+
+@contextmanager
+def workers(dask: str | None = None, worker_count: int | None = None, most: int | None = None) -> Iterator[Workers]:
+    """Workers for as many `map`s as are wanted.
+
+    `dask` is a scheduler's address ("tcp://host:8786"); without it `worker_count` processes of this machine work (None:
+    one for each core that this process may use), at most `most`, and one worker means this process. Raises ConfigError
+    for a bad count or address and without Dask, SweepError when the cluster cannot be reached or has no worker.
+    """
+    if worker_count is not None and worker_count < 1:
+        raise ConfigError(f"--workers is {worker_count}; expected at least 1")
+    if dask is not None:
+        if worker_count is not None:
+            raise ConfigError("--workers has no effect beside --dask, whose cluster says it; expected one of the two")
+        library = _library()
+        with _quiet(), _connected(library, dask) as client:
+            yield _Cluster(library, client, dask)
+        return
+    count = worker_count or len(os.sched_getaffinity(0))
+    count = count if most is None else min(count, most)
+    if count <= 1:
+        yield _Here()
+        return
+    # Spawned, not forked: a fork would copy locks that threads of this process hold.
+    pool = ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=_worker_starts
+    )  # fmt: skip
+    try:
+        yield _Processes(pool)
+    except BaseException:
+        _end(pool)
+        raise
+    pool.shutdown()
 
 
 def run_sweep(
@@ -38,65 +102,103 @@ def run_sweep(
     worker_count: int | None = None,
     done: Callable[[int], None] | None = None,
 ) -> list[Result]:
-    """`[job(argument) for argument in arguments]`, spread over workers.
-
-    `dask` is a scheduler's address ("tcp://host:8786"); without it `worker_count` processes of this machine work (None:
-    one for each core that this process may use), and one worker means this process. `done` is called with 1 for every
-    finished job, in this thread. The first job that fails ends the sweep: a ConfigError comes as it is, other faults as
-    a SweepError that names the job. Raises SweepError too when workers die or the cluster cannot be reached.
-    KeyboardInterrupt ends the workers' jobs and passes on.
-    """
-    told = done or _nothing
-    if worker_count is not None and worker_count < 1:
-        raise ConfigError(f"worker_count is {worker_count}; expected at least 1")
-    if dask is not None:
-        return _on_dask(job, arguments, dask, told)
-    count = min(len(arguments), worker_count or len(os.sched_getaffinity(0)))
-    if count <= 1:
-        return _here(job, arguments, told)
-    return _in_processes(job, arguments, count, told)
+    """`[job(argument) for argument in arguments]`, spread over workers for this one time. Raises as `Workers.map`."""
+    with workers(dask, worker_count, most=len(arguments)) as places:
+        return places.map(_Alone(job), None, arguments, done)
 
 
-def _here(
-    job: Callable[[Argument], Result], arguments: Sequence[Argument], done: Callable[[int], None]
-) -> list[Result]:
-    results: list[Result] = []
-    for position, argument in enumerate(arguments):
-        try:
-            results.append(job(argument))
-        except Exception as fault:
-            raise _failed(position, len(arguments), fault) from fault
-        done(1)
-    return results
+@dataclass(frozen=True, slots=True)
+class _Alone(Generic[Argument, Result]):
+    """A job that shares nothing, in the form of one that does."""
+
+    job: Callable[[Argument], Result]
+
+    def __call__(self, _: None, argument: Argument) -> Result:
+        return self.job(argument)
 
 
-def _in_processes(
-    job: Callable[[Argument], Result], arguments: Sequence[Argument], count: int, done: Callable[[int], None]
-) -> list[Result]:
-    # Spawned, not forked: a fork would copy locks that threads of this process hold.
-    context = multiprocessing.get_context("spawn")
-    results: dict[int, Result] = {}
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_worker_starts)
-    try:
-        places: dict[Future[Result], int] = {
-            pool.submit(job, argument): position for position, argument in enumerate(arguments)
-        }
-        for future in as_completed(places):
-            position = places[future]
+class _Here:
+    """This process."""
+
+    def map(
+        self,
+        job: Callable[[Shared, Argument], Result],
+        shared: Shared,
+        arguments: Sequence[Argument],
+        done: Callable[[int], None] | None = None,
+    ) -> list[Result]:
+        results: list[Result] = []
+        for position, argument in enumerate(arguments):
             try:
-                results[position] = future.result()
-            except BrokenProcessPool:
-                raise SweepError(
-                    "a worker process died (killed, or out of memory); expected jobs that fit into memory side by side"
-                ) from None
+                results.append(job(shared, argument))
             except Exception as fault:
                 raise _failed(position, len(arguments), fault) from fault
-            done(1)
-    except BaseException:
-        _end(pool)
-        raise
-    pool.shutdown()
-    return [results[position] for position in range(len(arguments))]
+            (done or _nothing)(1)
+        return results
+
+
+class _Processes:
+    """Processes of this machine. Mutable: a pool."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def map(
+        self,
+        job: Callable[[Shared, Argument], Result],
+        shared: Shared,
+        arguments: Sequence[Argument],
+        done: Callable[[int], None] | None = None,
+    ) -> list[Result]:
+        with tempfile.TemporaryDirectory(prefix="inferplane-sweep-") as folder:
+            called: Callable[[Argument], Result]
+            if shared is None:
+                called = _Given(job, shared)
+            else:  # by a file, for the pool would pickle it again for every job
+                path = Path(folder) / "shared"
+                path.write_bytes(pickle.dumps(shared, pickle.HIGHEST_PROTOCOL))
+                called = _FromFile(job, path)
+            results: dict[int, Result] = {}
+            places: dict[Future[Result], int] = {
+                self._pool.submit(called, argument): position for position, argument in enumerate(arguments)
+            }
+            for future in as_completed(places):
+                position = places[future]
+                try:
+                    results[position] = future.result()
+                except BrokenProcessPool:
+                    raise SweepError(
+                        "a worker process died (killed, or out of memory); expected jobs that fit into memory side by "
+                        "side (--workers)"
+                    ) from None
+                except Exception as fault:
+                    _end(self._pool)  # before the folder goes that other jobs read
+                    raise _failed(position, len(arguments), fault) from fault
+                (done or _nothing)(1)
+        return [results[position] for position in range(len(arguments))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given(Generic[Shared, Argument, Result]):
+    """A job with what it shares."""
+
+    job: Callable[[Shared, Argument], Result]
+    shared: Shared
+
+    def __call__(self, argument: Argument) -> Result:
+        return self.job(self.shared, argument)
+
+
+@dataclass(frozen=True, slots=True)
+class _FromFile(Generic[Shared, Argument, Result]):
+    """A job that reads what it shares from a file of this sweep."""
+
+    job: Callable[[Shared, Argument], Result]
+    path: Path
+
+    def __call__(self, argument: Argument) -> Result:
+        shared: Shared = pickle.loads(self.path.read_bytes())  # noqa: S301 - written by the parent, in a folder of its own
+        return self.job(shared, argument)
 
 
 def _worker_starts() -> None:
@@ -115,42 +217,90 @@ def _leave_with(parent: Any) -> None:
 def _end(pool: ProcessPoolExecutor) -> None:
     """End the workers now: what they compute is wanted by nobody any more."""
     # The executor offers no way to stop a running job before Python 3.14 (`terminate_workers`).
-    workers = list((pool._processes or {}).values())
+    running = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
+    for worker in running:
         worker.terminate()
-    for worker in workers:
+    for worker in running:
         worker.join()
 
 
-def _on_dask(
-    job: Callable[[Argument], Result], arguments: Sequence[Argument], address: str, done: Callable[[int], None]
-) -> list[Result]:
-    library = _library()
-    results: dict[int, Result] = {}
-    with _quiet(), _connected(library, address) as client:
-        # Keys of their own: an earlier sweep with equal arguments may have run another version of the job.
-        futures = client.map(job, arguments, pure=False)
-        places = {future.key: position for position, future in enumerate(futures)}
+class _Cluster:
+    """The workers of a Dask cluster. Mutable: a connection."""
+
+    def __init__(self, library: Any, client: Any, address: str) -> None:
+        self._library = library
+        self._client = client
+        self._address = address
+
+    def map(
+        self,
+        job: Callable[[Shared, Argument], Result],
+        shared: Shared,
+        arguments: Sequence[Argument],
+        done: Callable[[int], None] | None = None,
+    ) -> list[Result]:
+        futures: list[Any] = []
         try:
-            for future in library.as_completed(futures, loop=client.loop):
-                position = places[future.key]
-                _check(future, position, len(arguments))
+            # On every worker, so that one can be lost. Not found by its hash: its pickle may differ between runs.
+            sent = None if shared is None else self._client.scatter(shared, broadcast=True, hash=False)
+            call = _Same(job, version("inferplane"))
+            # Keys of their own: an earlier sweep with equal arguments may have run another version of the job.
+            futures += [self._client.submit(call, sent, argument, pure=False) for argument in arguments]
+            with self._client.as_current():  # `wait` asks for the one of this thread
+                return self._results(futures, done or _nothing)
+        except (OSError, TimeoutError, self._library.CancelledError) as fault:
+            raise self._gone(f"{type(fault).__name__}") from None
+        except BaseException:
+            if self._client.status == "running":
+                self._client.cancel(futures, force=True)
+            raise
+
+    def _results(self, futures: list[Any], done: Callable[[int], None]) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = dict(enumerate(futures))
+        seen_s = time.monotonic()
+        while waiting:
+            try:
+                self._library.wait(list(waiting.values()), timeout=_DASK_LOOK_S, return_when="FIRST_COMPLETED")
+            except TimeoutError:
+                seen_s = self._look(seen_s)
+                continue
+            for position, future in [(at, each) for at, each in waiting.items() if each.done()]:
+                del waiting[position]
+                if future.status == "error":
+                    fault = future.exception()
+                    raise _failed(position, len(futures), fault) from fault
+                if future.status != "finished":
+                    raise self._gone(f"job {position + 1} of {len(futures)} was {future.status}")
                 results[position] = future.result()
                 done(1)
-        except BaseException:
-            client.cancel(futures, force=True)
-            raise
-    return [results[position] for position in range(len(arguments))]
+        return [results[position] for position in range(len(futures))]
+
+    def _look(self, seen_s: float) -> float:
+        """When the cluster last had a worker. Raises SweepError where that is too long ago."""
+        if self._client.status == "running" and self._client.scheduler_info()["workers"]:
+            return time.monotonic()
+        if time.monotonic() - seen_s > _DASK_WORKER_S:
+            raise self._gone(f"no worker for {_DASK_WORKER_S:.0f} s")
+        return seen_s
+
+    def _gone(self, how: str) -> SweepError:
+        return SweepError(f"the Dask cluster at {self._address} has gone away ({how}); expected it to stay up")
 
 
-def _check(future: Any, position: int, count: int) -> None:
-    """Raise what ended a Dask job that has no result."""
-    if future.status == "error":
-        fault = future.exception()
-        raise _failed(position, count, fault) from fault
-    if future.status != "finished":
-        raise SweepError(f"job {position + 1} of {count} was {future.status}: the Dask cluster has gone away")
+@dataclass(frozen=True, slots=True)
+class _Same(Generic[Shared, Argument, Result]):
+    """A job that runs where the package is the same only, for another one may answer otherwise."""
+
+    job: Callable[[Shared, Argument], Result]
+    version: str
+
+    def __call__(self, shared: Shared, argument: Argument) -> Result:
+        found = version("inferplane")
+        if found != self.version:
+            raise SweepError(f"a Dask worker runs inferplane {found}; expected {self.version}, as here")
+        return self.job(shared, argument)
 
 
 def _library() -> Any:
@@ -158,7 +308,9 @@ def _library() -> Any:
     try:
         return importlib.import_module("distributed")
     except ImportError:
-        raise SweepError("--dask needs Dask, which is not installed; expected `pip install inferplane[dask]`") from None
+        raise ConfigError(
+            "--dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`"
+        ) from None
 
 
 @contextmanager
@@ -186,18 +338,20 @@ def _connected(library: Any, address: str) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Dask's own log lines stay off stderr: what the user must know is in our sentences."""
+    """Dask's own log lines and warnings stay off stderr: what the user must know is in our sentences."""
     logger = logging.getLogger("distributed")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="distributed")
+            yield
     finally:
         logger.setLevel(before)
 
 
 def _failed(position: int, count: int, fault: BaseException) -> Exception:
-    if isinstance(fault, ConfigError):
+    if isinstance(fault, PerfModelError):
         return fault
     said = " ".join(str(fault).split()) or "no message"
     return SweepError(f"job {position + 1} of {count} failed: {type(fault).__name__}: {said}")

@@ -18,7 +18,7 @@ from typing import IO, Any
 import orjson
 
 from perfmodel.errors import ConfigError
-from perfmodel.traces.trace import Tier, Trace, joined, trace_of
+from perfmodel.traces.trace import MOST_TOKENS, Tier, Trace, joined, trace_of
 
 # Lines read or written at once: a chunk of long prompts (130 blocks each) is about 10 MB.
 _CHUNK_ROWS = 8192
@@ -145,9 +145,10 @@ class _Rows:
     blocks: list[list[int]] = field(default_factory=list)
     block_tokens: int = 0
     sessions: dict[str, int] = field(default_factory=dict)
+    models: list[object] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forget the rows; the block size and the sessions' numbers stay."""
+        """Forget the rows; the block size, the sessions' numbers and the model stay."""
         for name in ("arrival_s", "session", "input_tokens", "output_tokens", "tier", "think_s", "blocks"):
             setattr(self, name, [])
 
@@ -163,6 +164,8 @@ class _Rows:
             raise ConfigError(f"line {number}: it is {_short(record)}; expected an object with {', '.join(_FIELDS)}")
         if not record.keys() >= _NEEDED:
             raise ConfigError(f"line {number}: {_other_format(record)}")
+        if "model" in record:
+            self._check_model(record["model"], number)
         self.arrival_s.append(_number(record, "t", number))
         self.session.append(self._session(record, number))
         self.input_tokens.append(_count(record, "isl", number))
@@ -176,6 +179,16 @@ class _Rows:
         self.think_s.append(math.nan if think_s is None else _number(record, "think_s", number))
         self.blocks.append(self._ids(record, number))
 
+    def _check_model(self, model: object, number: int) -> None:
+        """The schema has no model; a file that names two would be played as if all asks were for one."""
+        if not self.models:
+            self.models.append(model)
+        if model != self.models[0]:
+            raise ConfigError(
+                f"line {number}: model is {_short(model)}; expected {_short(self.models[0])}, as on the lines above: a "
+                "trace is for one model"
+            )
+
     def _session(self, record: dict[str, Any], number: int) -> int:
         name = record.get("session")
         if name is None:
@@ -188,8 +201,11 @@ class _Rows:
         ids, width = record.get("blocks"), record.get("block_tokens")
         if ids is None:
             return []
-        if type(width) is not int or width < 1:
-            raise ConfigError(f"line {number}: block_tokens is {_short(width)}; expected an integer of at least 1")
+        if type(width) is not int or not 1 <= width <= MOST_TOKENS:
+            raise ConfigError(
+                f"line {number}: block_tokens is {_short(width)}; expected an integer of at least 1, at most "
+                f"{MOST_TOKENS:,}"
+            )
         if self.block_tokens not in (0, width):
             raise ConfigError(
                 f"line {number}: block_tokens is {width}; expected {self.block_tokens}, as on the lines above"

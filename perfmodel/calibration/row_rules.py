@@ -13,7 +13,8 @@ Rules, by the name that `assumed` shows:
   tp              the fewest devices, a power of two, whose memory is at most 60 % full of weights; above 300 billion
                   parameters with experts in MLPerf: attention data parallelism over up to 8 devices (dp and ep too)
   isl, osl        the benchmark's data set (MLPerf), else 1,024 and 256
-  concurrency     in flight by Little's law where a rate is given, else as many as fit
+  concurrency     in flight by Little's law where a rate is given; the decode slots of a disaggregated layout; else as
+                  many as fit
   layout          a disaggregated row without its workers' layout: one worker a side
   prefix_hit      0.9 of prompt tokens in agentic rows that do not say
   scenario        a name that is not known, or none: `other`
@@ -67,12 +68,16 @@ _PART = re.compile(r"([a-z_]+)(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One kind of worker of a disaggregated layout: `count` of them; sizes as `1x(tp4,dp1,moe_tp4,ep1,bs2)` says."""
+    """One kind of worker of a disaggregated layout: `count` of them; sizes as `1x(tp4,dp1,moe_tp4,ep1,bs2)` says.
+
+    `batch`: sequences of one rank; 0 where the layout does not say.
+    """
 
     count: int
     tensor: int = 1
     data: int = 1
     expert: int = 1
+    batch: int = 0
 
 
 def parse_layout(text: str) -> tuple[Worker, ...]:
@@ -80,9 +85,8 @@ def parse_layout(text: str) -> tuple[Worker, ...]:
     workers = []
     for count, body in _WORKERS.findall(text):
         sizes = {found[1]: int(found[2]) for part in body.split(",") if (found := _PART.match(part.strip()))}
-        workers.append(
-            Worker(int(count), max(1, sizes.get("tp", 1)), max(1, sizes.get("dp", 1)), max(1, sizes.get("ep", 1)))
-        )
+        tensor, data, expert = (max(1, sizes.get(name, 1)) for name in ("tp", "dp", "ep"))
+        workers.append(Worker(int(count), tensor, data, expert, sizes.get("bs", 0)))
     return tuple(workers)
 
 
@@ -168,6 +172,8 @@ class _Reader:
             concurrency = 1.0
         if concurrency is None and self.scenario is Scenario.FIRST_TOKEN:
             concurrency = 1.0
+        if concurrency is None and rate is None and prefill is not None:
+            concurrency = self._slots()
         if concurrency is None:
             self.assumed["concurrency"] = ""  # how many fit or are in flight is the prediction's to say
         if any(_overfull(pool) for pool in (prefill, decode) if pool is not None):
@@ -290,6 +296,14 @@ class _Reader:
             self._pool(side[0], weights, kv_format, float(sum(worker.count for worker in side)), 1)
             for side in (prefill, decode)
         )  # type: ignore[return-value]  # two pools from a tuple of two
+
+    def _slots(self) -> float | None:
+        """Sequences that the decode workers of a layout take, for which its clients were counted out."""
+        slots = sum(worker.count * worker.data * worker.batch for worker in parse_layout(self._text("decode_layout")))
+        if not slots:
+            return None
+        self.assumed["concurrency"] = f"{slots}"
+        return float(slots)
 
     def _side(self, devices: int) -> Worker:
         """One worker on so many devices: tensor parallel up to a node, data parallel above."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 from perfmodel.benchmarks import mlperf_limit
 from perfmodel.calibration.fit import Observation, Penalties, Problem, Scheme, fit, folds, row_counts
 from perfmodel.coefficients import Band, Coefficients, FirstToken
-from perfmodel.configuration import LIMITED, QUEUED, Configuration
+from perfmodel.configuration import LIMITED, QUEUED, Configuration, Scenario
 from perfmodel.estimate import Kind, Point, Quantity, band_key, band_of, central, kind_of
 from perfmodel.first_token import correction_keys
+from perfmodel.steady import room_sequences
 
 # Ridge weights of the first token's group factors, in points, by the first word of their keys.
 _FIRST_PENALTIES = {"load": 2.0, "era": 5.0, "generation": 10.0, "family": 8.0}
@@ -36,8 +38,10 @@ _LEAST_BAND_POINTS = 25
 # The middle 80 %.
 _LOW, _HIGH = 0.1, 0.9
 
-# TTFT above which a load is called saturated (the issue's own threshold).
+# TTFT above which a load is called saturated (the issue's own threshold), and the factor around it within which the
+# scatter of repeated measurements decides.
 SATURATED_S = 10.0
+_NEAR_RATIO = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,10 @@ class Measured:
         return f"{self.device} {self.model}"
 
     def observation(self) -> Observation | None:
-        """The row as a point of the fit of time per token."""
-        if self.tpot_s is None or self.limited:
+        """The row as a point of the fit of time per token; None without one, or where its steps are not steady."""
+        asked = self.configuration
+        at_once = asked.arriving and asked.rate_per_s is None
+        if self.tpot_s is None or self.limited or asked.paced or at_once:
             return None
         return Observation(
             self.configuration, self.tpot_s, self.device, self.model, self.curve, self.source, self.weight
@@ -262,17 +268,58 @@ def group_name(row: Measured) -> str:
     return f"{row.device} {row.model} {row.configuration.group.era.engine}{split}"
 
 
+class Miss(StrEnum):
+    """Why a load was wrongly called saturated or not, the first that holds."""
+
+    # Measured within a factor of 1.25 of the threshold.
+    NEAR = "near_threshold"
+    AGENTIC = "agentic"
+    DISAGGREGATED = "disaggregated"
+    # More clients than the KV cache holds: how long they wait was misjudged.
+    ROOM = "kv_room"
+    OTHER = "other"
+
+
 def saturation(answers: Sequence[Predicted]) -> Mapping[str, float]:
-    """Precision and recall of TTFT above ten seconds."""
+    """Precision and recall of TTFT above ten seconds, of all rows and (`far`) of those not near the threshold."""
     pairs = [pair for answer in answers if (pair := quantity_pairs(answer).get(Quantity.TTFT)) is not None]
-    both = sum(1 for made, seen in pairs if made > SATURATED_S and seen > SATURATED_S)
-    said = sum(1 for made, _ in pairs if made > SATURATED_S)
-    true = sum(1 for _, seen in pairs if seen > SATURATED_S)
-    return {
-        "precision_ratio": both / said if said else float("nan"),
-        "recall_ratio": both / true if true else float("nan"),
-        "count": float(true),
-    }
+    far = [(made, seen) for made, seen in pairs if not _near(seen)]
+    figures = {"count": float(sum(1 for _, seen in pairs if seen > SATURATED_S))}
+    for prefix, chosen in (("", pairs), ("far_", far)):
+        both = sum(1 for made, seen in chosen if made > SATURATED_S and seen > SATURATED_S)
+        said = sum(1 for made, _ in chosen if made > SATURATED_S)
+        true = sum(1 for _, seen in chosen if seen > SATURATED_S)
+        figures[f"{prefix}precision_ratio"] = both / said if said else float("nan")
+        figures[f"{prefix}recall_ratio"] = both / true if true else float("nan")
+    return figures
+
+
+def _near(seen_s: float) -> bool:
+    return SATURATED_S / _NEAR_RATIO < seen_s < SATURATED_S * _NEAR_RATIO
+
+
+def saturation_misses(answers: Sequence[Predicted]) -> dict[str, dict[str, int]]:
+    """How many loads of each `Miss` were saturated unsaid (`missed`) and said to be when they were not (`false`)."""
+    table: dict[str, dict[str, int]] = {}
+    for answer in answers:
+        pair = quantity_pairs(answer).get(Quantity.TTFT)
+        if pair is None or (pair[0] > SATURATED_S) == (pair[1] > SATURATED_S):
+            continue
+        line = table.setdefault(_miss(answer.row, pair[1]).value, {"missed": 0, "false": 0})
+        line["missed" if pair[1] > SATURATED_S else "false"] += 1
+    return dict(sorted(table.items()))
+
+
+def _miss(row: Measured, seen_s: float) -> Miss:
+    asked = row.configuration
+    if _near(seen_s):
+        return Miss.NEAR
+    if asked.scenario is Scenario.AGENTIC:
+        return Miss.AGENTIC
+    if asked.disaggregated:
+        return Miss.DISAGGREGATED
+    room = room_sequences(asked.decode, asked.lengths, asked.group.era.engine) * asked.decode.replicas
+    return Miss.ROOM if (asked.concurrency or 0.0) > room else Miss.OTHER
 
 
 def kind_name(answer: Predicted) -> str:

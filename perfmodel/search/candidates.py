@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfmodel.errors import ConfigError
-from perfmodel.search.options import Refusal, bounds
+from perfmodel.search.options import Refusal, promise_below_bound
 from perfmodel.search.plan import (
     Candidate,
     Choices,
@@ -36,6 +36,9 @@ from perfmodel.search.rating import Floats, Latencies, Rater, Verdict, judged, l
 from perfmodel.serving import Served
 
 Ints = NDArray[np.int64]
+
+# What rounding may take from the number of replicas that carry a load before one too few would be skipped.
+_ROUNDING_RATIO = 1e-9
 
 # How many more replicas than the fewest a half may have when it is paired: the other half's hand-over eats into the
 # promise, and one more replica on either side usually buys it back.
@@ -86,13 +89,21 @@ class CandidateSearch:
     """Finds the candidates of one group. Mutable: it collects refusals as it goes."""
 
     def __init__(
-        self, fleet: Fleet, choices: Choices, purchasing: Purchasing, rater: Rater, options: Sequence[EngineOption]
+        self,
+        asked: tuple[Fleet, Choices],
+        purchasing: Purchasing,
+        rater: Rater,
+        options: Sequence[EngineOption],
+        ceiling_usd_per_h: float | None = None,
     ) -> None:
+        """`ceiling_usd_per_h`: pools that cost more alone are left out, which no plan up to that cost can hold."""
+        fleet, choices = asked
         self._fleet = fleet
         self._choices = choices
         self._purchasing = purchasing
         self._rater = rater
         self._options = options
+        self._ceiling = ceiling_usd_per_h
         self._slos = [each.slo for each in rater.load.classes]
         self._halves: list[Half] = []
         self._refusals: list[tuple[Topology, PoolRole, Refusal]] = []
@@ -194,7 +205,7 @@ class CandidateSearch:
         counts = self._counts(first) + self._counts(second)
         if not len(first):
             return Rows(topology, first, second, counts, np.zeros(0), self._purchasing.bill(counts))
-        late_ms = self._hand_over(topology, prefill, decode)
+        late_ms = self._hand_over(prefill, decode)
         before = latencies([self._halves[index].served for index in prefill]).ttft_ms
         after = latencies([self._halves[index].served for index in decode])
         ttft = (before[:, None, :] + (late_ms + after.ttft_ms[None, :, 0])[:, :, None]).reshape(-1, 3)
@@ -207,13 +218,19 @@ class CandidateSearch:
         self._note_pairs(topology, verdict, rows, np.isnan(late_ms).reshape(-1))
         return self._bought(topology, _taken(rows, verdict.meets))
 
-    def _hand_over(self, topology: Topology, prefill: list[int], decode: list[int]) -> Floats:
-        return np.array(
-            [
-                [self._rater.hand_over_ms(self._halves[p].option, self._halves[d].option) for d in decode]
-                for p in prefill
-            ]
-        ).reshape(len(prefill), len(decode))
+    def _hand_over(self, prefill: list[int], decode: list[int]) -> Floats:
+        """Milliseconds of the KV's way, float64[prefill, decode]; of the decode side only its network counts."""
+        sides: dict[tuple[float | None, int], list[int]] = {}
+        for place, index in enumerate(decode):
+            option = self._halves[index].option
+            sides.setdefault((option.offer.scaleout_bytes_per_s, option.shape.device_count), []).append(place)
+        told = np.empty((len(prefill), len(decode)))
+        for row, index in enumerate(prefill):
+            for places in sides.values():
+                told[row, places] = self._rater.hand_over_ms(
+                    self._halves[index].option, self._halves[decode[places[0]]].option
+                )
+        return told
 
     def _note_pairs(self, topology: Topology, verdict: Verdict, rows: Rows, unknown: NDArray[np.bool_]) -> None:
         """One refusal for the first pair of each reason; the search counts, it does not list thousands."""
@@ -243,13 +260,18 @@ class CandidateSearch:
         self, topology: Topology, role: PoolRole, option: EngineOption, judge: Callable[[Latencies], Verdict]
     ) -> Half | None:
         """The fewest replicas that keep the promise at P90, with spares; None is noted with its reason."""
-        most = self._stock(option) // self._devices(option)
+        most = self._most(option)
+        if most < 1:
+            self._refuse(topology, role, option, RejectionReason.INVENTORY, self._none_words(option))
+            return None
         load = self._rater.load
         found: dict[DemandLevel, int] = {}
         for level in (DemandLevel.P90, DemandLevel.P50):
             rate = load.rate_per_s(level)
             top = min(most, found.get(DemandLevel.P90, most))
             count = self._bisect(role, option, judge, rate, top)
+            if count is None and self._ceiling is not None:
+                return None
             if count is None:
                 served = self._rater.half(role, option, most, rate)
                 verdict = judge(latencies([served]))
@@ -276,18 +298,30 @@ class CandidateSearch:
     def _bisect(
         self, role: PoolRole, option: EngineOption, judge: Callable[[Latencies], Verdict], rate: float, most: int
     ) -> int | None:
-        def holds(count: int) -> bool:
-            return bool(judge(latencies([self._rater.half(role, option, count, rate)])).meets[0])
+        """The fewest replicas, at most `most`, that keep the promise at the rate; None when `most` do not.
 
-        if most < 1 or not holds(most):
+        Fewer than the rate over what one carries never do, so the search begins there and doubles its steps: the work
+        grows with what the load needs, not with what there is to buy.
+        """
+
+        def holds(count: int) -> bool:
+            served = self._rater.half(role, option, count, rate)
+            # A queue that grows without end keeps no promise; that is most of what is asked.
+            return math.isfinite(served.ttft_mean_ms) and bool(judge(latencies([served])).meets[0])
+
+        if not holds(most):
             return None
-        low, high = 1, most
-        while low < high:
-            middle = (low + high) // 2
+        needed = self._rater.half(role, option, most, rate).utilisation_ratio * most
+        high = min(most, max(1, math.ceil(needed * (1 - _ROUNDING_RATIO))))
+        failed, step = high - 1, 1
+        while high < most and not holds(high):
+            failed, high, step = high, min(most, high + step), 2 * step
+        while high - failed > 1:
+            middle = (failed + high) // 2
             if holds(middle):
                 high = middle
             else:
-                low = middle + 1
+                failed = middle
         return high
 
     def _passes_bounds(self, topology: Topology, role: PoolRole, option: EngineOption) -> bool:
@@ -303,14 +337,10 @@ class CandidateSearch:
         if option.chips is not None:
             return True
         for each in self._rater.load.classes:
-            least = bounds(option.shape, each.demand)
-            if role is not PoolRole.DECODE and least.ttft_ms is not None and least.ttft_ms > each.slo.ttft_ms:
-                detail = f"TTFT {each.slo.ttft_ms:g} ms; no software is faster than {least.ttft_ms:.1f} ms on it"
-                self._refuse(topology, role, option, RejectionReason.TTFT_BELOW_BOUND, detail)
-                return False
-            if role is not PoolRole.PREFILL and least.tpot_ms > each.slo.tpot_ms:
-                detail = f"TPOT {each.slo.tpot_ms:g} ms; no software is faster than {least.tpot_ms:.2f} ms on it"
-                self._refuse(topology, role, option, RejectionReason.TPOT_BELOW_BOUND, detail)
+            prompts, answers = role is not PoolRole.DECODE, role is not PoolRole.PREFILL
+            broken = promise_below_bound(option.shape, each, prompts=prompts, answers=answers)
+            if broken is not None:
+                self._refuse(topology, role, option, *broken)
                 return False
         return True
 
@@ -335,6 +365,27 @@ class CandidateSearch:
 
     def _devices(self, option: EngineOption) -> int:
         return option.shape.device_count
+
+    def _most(self, option: EngineOption) -> int:
+        """Replicas that the inventory's whole units hold and, where there is a ceiling, that it pays for."""
+        most = self._stock(option) // self._devices(option)
+        if self._ceiling is None:
+            return most
+        most = min(most, self._purchasing.affordable_devices(option.offer.name, self._ceiling) // self._devices(option))
+        if option.chips is not None:
+            chips = self._purchasing.affordable_devices(option.chips.name, self._ceiling)
+            most = min(most, chips // option.chip_count)
+        return most
+
+    def _none_words(self, option: EngineOption) -> str:
+        sides = [(option.offer, self._devices(option))]
+        sides += [] if option.chips is None else [(option.chips, option.chip_count)]
+        return "; ".join(
+            f"one replica takes {needed} {offer.name}, whole units of the inventory hold "
+            f"{self._purchasing.stock_devices(offer.name)}"
+            for offer, needed in sides
+            if needed > self._purchasing.stock_devices(offer.name)
+        )
 
     def _stock(self, option: EngineOption) -> int:
         stock = self._purchasing.stock_devices(option.offer.name)

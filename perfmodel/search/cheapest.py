@@ -8,7 +8,7 @@ candidate that takes the least of its promise's room, then to its key, so the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,11 +21,12 @@ from perfmodel.search.candidates import (
     GroupCandidates,
     Missed,
     Trial,
+    described,
     trial,
     words,
 )
-from perfmodel.search.choice import Choice, Chooser, Miss, plan_of
-from perfmodel.search.options import Refusal, bounds, engine_options
+from perfmodel.search.choice import Choice, Chooser, plan_of
+from perfmodel.search.options import Refusal, beyond_all, engine_options, promise_below_bound
 from perfmodel.search.plan import (
     Choices,
     EngineOption,
@@ -61,7 +62,8 @@ class Problem:
 
     `full_model` judges single candidates (None: the closed form of `queueing`), and `check` plays the cheapest out
     (None: the full model has the last word). `only`: keys of the engines to look at (None: all).
-    `memory`: answers shared with other searches of the same engines and full model.
+    `memory`: answers shared with other searches of the same engines and full model. `ceiling_usd_per_h`: only plans up
+    to this cost are wanted (None: all); what is dearer is left out, and not listed as rejected.
     """
 
     classes: tuple[TrafficClass, ...]
@@ -73,6 +75,7 @@ class Problem:
     check: Check | None = None
     only: frozenset[tuple[str, ...]] | None = None
     memory: Memory | None = None
+    ceiling_usd_per_h: float | None = None
 
     def architecture(self, model: str) -> Architecture:
         """The architecture of a model's name."""
@@ -94,24 +97,39 @@ class Sized:
     feasible_count: int
 
 
-def size(problem: Problem) -> Sized:
-    """Search the whole problem. Raises ConfigError for a problem that cannot be asked (no class)."""
+def group_count(classes: Sequence[TrafficClass]) -> int:
+    """Groups of classes that `size` searches."""
+    return len({tuple(each.name for each in group) for partition in _partitions(classes) for group in partition})
+
+
+def size(problem: Problem, searched_one: Callable[[], None] | None = None) -> Sized:
+    """Search the whole problem; `searched_one` is called after each group. Raises ConfigError for a problem that cannot
+    be asked (no class).
+    """
     if not problem.classes:
         raise ConfigError("classes is empty; expected at least one")
     purchasing = Purchasing(problem.fleet)
-    searched = _Searched(problem, purchasing)
+    searched = _Searched(problem, purchasing, searched_one)
+    beyond = _beyond(problem, searched)
+    if beyond is not None:
+        return Sized(None, beyond, beyond.rejections, (), purchasing.names, 0, 0)
     best: Choice | None = None
     chooser = Chooser(purchasing)
     for partition in _partitions(problem.classes):
-        found = chooser.cheapest([searched.group(classes) for classes in partition], best)
+        ceiling = problem.ceiling_usd_per_h if best is None else best.usd_per_h
+        found = chooser.cheapest([searched.group(classes) for classes in partition], ceiling)
         if found is not None and (best is None or found.order < best.order):
             best = found
     groups = searched.all()
     considered = sum(group.considered_count for group in groups)
     feasible = sum(group.feasible_count for group in groups)
-    rejections = _rejections(groups, best, purchasing, searched.refusals, list(chooser.missed.values()))
+    alternatives = [_played(*each) for each in sorted(chooser.missed.values(), key=lambda each: each[1].order)]
+    if best is not None:
+        for group, tried, _ in best.picks:
+            alternatives += _dearer(group, tried, purchasing)
+    rejections = (*alternatives, *_refused(problem, groups, searched.refusals))
     if best is None:
-        sentence = _why_nothing(problem, groups, searched, rejections)
+        sentence = _why_nothing(groups, rejections)
         return Sized(None, Impossible(sentence, rejections), rejections, groups, purchasing.names, considered, feasible)
     plan = plan_of(best, purchasing)
     return Sized(plan, None, rejections, groups, purchasing.names, considered, feasible)
@@ -120,8 +138,9 @@ def size(problem: Problem) -> Sized:
 class _Searched:
     """Groups that were searched. Mutable: each is searched once, whatever partitions it is in."""
 
-    def __init__(self, problem: Problem, purchasing: Purchasing) -> None:
+    def __init__(self, problem: Problem, purchasing: Purchasing, searched_one: Callable[[], None] | None) -> None:
         self._problem = problem
+        self._searched_one = searched_one
         self._purchasing = purchasing
         self._groups: dict[tuple[str, ...], GroupCandidates] = {}
         self._options: dict[tuple[str, int], list[EngineOption]] = {}
@@ -145,8 +164,12 @@ class _Searched:
             options = self.options(classes[0].model, context)
             asked = self._problem
             rater = Rater(load, asked.steps, asked.full_model, asked.check, asked.memory)
-            search = CandidateSearch(self._problem.fleet, self._problem.choices, self._purchasing, rater, options)
+            search = CandidateSearch(
+                (asked.fleet, asked.choices), self._purchasing, rater, options, asked.ceiling_usd_per_h
+            )
             self._groups[names] = search.run()
+            if self._searched_one is not None:
+                self._searched_one()
         return self._groups[names]
 
     def all(self) -> tuple[GroupCandidates, ...]:
@@ -189,35 +212,41 @@ def _groupings(classes: list[TrafficClass]) -> Iterator[list[tuple[TrafficClass,
 # What was not chosen
 
 
-def _rejections(
-    groups: Sequence[GroupCandidates],
-    best: Choice | None,
-    purchasing: Purchasing,
-    refused: dict[str, list[Refusal]],
-    missed: Sequence[Miss],
+def _refused(
+    problem: Problem, groups: Sequence[GroupCandidates], refused: dict[str, list[Refusal]]
 ) -> tuple[Rejection, ...]:
-    """Dearer alternatives first (one per topology and device set), then what could not be, by device and reason."""
-    found = [_played(*each) for each in sorted(missed, key=lambda each: each[1].order)]
-    if best is not None:
-        for group, tried, _ in best.picks:
-            found += _dearer(group, tried, purchasing)
+    """What could not be, counted by device and reason."""
     counted: dict[tuple[object, ...], Rejection] = {}
     for group in groups:
         names = group.rater.load.names
         for topology, role, refusal in group.refusals:
             _count(counted, names, f"{topology} ({role})", refusal)
     for model, refusals in refused.items():
-        names = tuple(
-            dict.fromkeys(
-                name
-                for group in groups
-                for name, each in zip(group.rater.load.names, group.rater.load.classes, strict=True)
-                if each.model == model
-            )
-        )
+        names = tuple(each.name for each in problem.classes if each.model == model)
         for refusal in refusals:
             _count(counted, names, "any topology", refusal)
-    return tuple(found) + tuple(counted.values())
+    return tuple(counted.values())
+
+
+def _beyond(problem: Problem, searched: _Searched) -> Impossible | None:
+    """Why a class can be served by nothing that is offered, before anything is searched; None when none is like that.
+
+    It is the answer to a mistyped limit, so it must not cost a search.
+    """
+    for each in problem.classes:
+        options = searched.options(each.model, each.demand.longest_tokens)
+        sentence = beyond_all(each, options, searched.refusals[each.model])
+        if sentence is None:
+            continue
+        counted: dict[tuple[object, ...], Rejection] = {}
+        for option in options:
+            broken = promise_below_bound(option.shape, each, prompts=True, answers=True)
+            if option.chips is None and broken is not None:
+                refusal = Refusal(option.offer.name, described(option), *broken)
+                _count(counted, (each.name,), "any topology", refusal)
+        rejections = (*counted.values(), *_refused(problem, (), {each.model: searched.refusals[each.model]}))
+        return Impossible(sentence, rejections)
+    return None
 
 
 def _count(counted: dict[tuple[object, ...], Rejection], names: tuple[str, ...], layout: str, refusal: Refusal) -> None:
@@ -276,32 +305,8 @@ def _dearer_words(other: Trial, tried: Trial) -> str:
     return told
 
 
-def _why_nothing(
-    problem: Problem, groups: Sequence[GroupCandidates], searched: _Searched, rejections: Sequence[Rejection]
-) -> str:
-    """One sentence: the physical bound when a promise is below it on every device, else what came closest."""
-    for each in problem.classes:
-        context = each.demand.longest_tokens
-        options = searched.options(each.model, context)
-        if not options:
-            refusals = searched.refusals.get(each.model, [])
-            last = refusals[-1].detail if refusals else "no engine is allowed"
-            return f"no accelerator of the spec can run {each.model}: {last}"
-        floor = [bounds(option.shape, each.demand) for option in options if option.chips is None]
-        tpot_ms = min((one.tpot_ms for one in floor), default=0.0)
-        ttft_ms = min((one.ttft_ms for one in floor if one.ttft_ms is not None), default=None)
-        if not any(option.chips for option in options) and tpot_ms > each.slo.tpot_ms:
-            return (
-                f"class {each.name}: slo.tpot_ms is {each.slo.tpot_ms:g}; the physical bound of {each.model} on the "
-                f"allowed accelerators is {tpot_ms:.2f} ms (weights and one sequence's KV read once at peak bandwidth)"
-            )
-        if ttft_ms is not None and ttft_ms > each.slo.ttft_ms:
-            return (
-                f"class {each.name}: slo.ttft_ms is {each.slo.ttft_ms:g}; the physical bound of {each.model} on the "
-                f"allowed accelerators is {ttft_ms:.1f} ms "
-                f"(one prompt of {each.demand.input_tokens:g} tokens, {each.demand.cached_ratio:.0%} of them cached, "
-                "alone at peak FLOP/s or the weights read once at peak bandwidth)"
-            )
+def _why_nothing(groups: Sequence[GroupCandidates], rejections: Sequence[Rejection]) -> str:
+    """One sentence: what came closest."""
     for group in groups:
         if not group.feasible_count and len(group.rater.load.classes) == 1:
             return _nearest_miss(group)

@@ -15,10 +15,7 @@ import numpy as np
 
 from perfmodel.search.candidates import GroupCandidates, Ints, Missed, Trial, confirmed, trials
 from perfmodel.search.plan import Candidate, Plan, RejectionReason
-from perfmodel.search.purchase import Purchasing
-
-# Costs closer than this are one cost: sums of prices in another order differ in their last bits.
-_SAME_RATIO = 1e-9
+from perfmodel.search.purchase import SAME_COST_RATIO, Purchasing
 
 # Candidates of one cost that are asked of the full model to find the roomiest: enough for all chunk sizes of an engine.
 _MOST_TIED = 12
@@ -80,9 +77,8 @@ class Chooser:
         self._banned: set[tuple[object, ...]] = set()
         self._checked: dict[tuple[object, ...], bool] = {}
 
-    def cheapest(self, groups: list[GroupCandidates], bound: Choice | None) -> Choice | None:
-        """The cheapest choice that passes the check; None when there is none at or below the bound's cost."""
-        ceiling = None if bound is None else bound.usd_per_h
+    def cheapest(self, groups: list[GroupCandidates], ceiling: float | None) -> Choice | None:
+        """The cheapest choice that passes the check; None when there is none at or below the ceiling (USD an hour)."""
         for _ in range(_MOST_CHECKED):
             choices = self._tied(groups, ceiling)
             if not choices:
@@ -143,9 +139,9 @@ class Chooser:
         if not len(allowed):
             return []
         least = float(bill.usd_per_h[allowed].min())
-        if ceiling is not None and least > ceiling * (1 + _SAME_RATIO):
+        if ceiling is not None and least > ceiling * (1 + SAME_COST_RATIO):
             return []
-        tied = allowed[bill.usd_per_h[allowed] <= least * (1 + _SAME_RATIO)][:_MOST_TIED]
+        tied = allowed[bill.usd_per_h[allowed] <= least * (1 + SAME_COST_RATIO)][:_MOST_TIED]
         return [
             Choice(tuple(front.picks[int(row)] for front, row in zip(fronts, rows[index], strict=True)), least)
             for index in tied.tolist()
@@ -162,10 +158,10 @@ class Chooser:
         missed: list[Miss] = []
         kept: list[Ints] = []
         while len(picks) < _MOST_COMBINED and (tried := queue.pop()) is not None:
-            if ceiling is not None and tried.usd_per_h > ceiling * (1 + _SAME_RATIO):
+            if ceiling is not None and tried.usd_per_h > ceiling * (1 + SAME_COST_RATIO):
                 break
             if ties_only and picks:
-                dearer = tried.usd_per_h > picks[0][1].usd_per_h * (1 + _SAME_RATIO)
+                dearer = tried.usd_per_h > picks[0][1].usd_per_h * (1 + SAME_COST_RATIO)
                 if dearer or len(picks) >= _MOST_TIED:
                     break
             counts = self._purchasing.row(tried.device_counts())

@@ -7,8 +7,9 @@ and its answer is a bound: among all engines the plan may change a little earlie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -18,12 +19,24 @@ from perfmodel.search.check import CHECK_SEEDS, replayed
 from perfmodel.search.plan import Candidate, Offer, Plan, TrafficClass
 from perfmodel.search.rating import Memory
 
-# Hit ratios that are tried: steps of a tenth tell whether the cache decides, not more.
+# Hit ratios that are tried first.
 _HIT_RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 # Factors on a latency limit that are tried, nearest first.
 _LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0)
 _TIGHTER = (0.9, 0.8, 0.67, 0.5, 0.33)
+
+# What `input_flips` asks: the cached share, TTFT and TPOT, each up and down.
+INPUT_QUESTIONS = 6
+
+# Times that the gap between the value that flips and the one that does not is halved: from a tenth to below 0.01.
+_HALVINGS = 4
+
+# Costs closer than this are one cost.
+_SAME_USD_RATIO = 1e-6
+
+# Prices of one offer that are tried before the highest at which it comes in is told as a bound.
+_MOST_PRICES = 8
 
 # Candidates of each topology, cheapest first, whose engines a repeated search looks at.
 _SHORT_LIST = 200
@@ -50,12 +63,13 @@ class BreakEven:
 @dataclass(frozen=True, slots=True)
 class Flip:
     """The nearest value of an input at which the plan changes: what it is then and what it costs (None: nothing
-    fits).
+    fits). `stays`: the farthest value towards it at which the plan was seen to stay.
     """
 
     field: str
     value: str
     was: str
+    stays: str
     plan: str | None
     usd_per_h: float | None
 
@@ -73,20 +87,64 @@ def plan_words(plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def break_evens(sized: Sized, offers: tuple[Offer, ...]) -> list[BreakEven]:
-    """Break-even price of every offer, over all candidates of the plan's group. One group only: with several, the price
-    of one group's devices moves the others' too, and the list is empty.
+def break_evens(problem: Problem, sized: Sized) -> Iterator[BreakEven]:
+    """Break-even price of every offer, as they are found: over all candidates where one group of pools is the plan; by
+    repeated searches with another price where there are several, because one group's prices move the others too.
     """
-    plan = sized.plan
-    if plan is None or len(plan.candidates) != 1:
-        return []
+    plan, offers = sized.plan, problem.fleet.offers
+    if plan is None:
+        return
+    if len(plan.candidates) != 1:
+        quick = _by_calculation(problem)
+        yield from (_searched_price(quick, plan, offer) for offer in offers)
+        return
     group = next(each for each in sized.groups if each.rater.load.names == plan.candidates[0].classes)
-    found = []
     for column, offer in enumerate(offers):
         in_plan = offer.name in plan.device_counts
         price = _price_without(group, plan, offer, column) if in_plan else _price_with(group, plan, offer, column)
-        found.append(BreakEven(offer.name, in_plan, offer.usd_per_h, price))
-    return found
+        yield BreakEven(offer.name, in_plan, offer.usd_per_h, price)
+
+
+def _searched_price(quick: Problem, plan: Plan, offer: Offer) -> BreakEven:
+    """As `_price_with` and `_price_without`, by searches of a problem without a check."""
+    in_plan = offer.name in plan.device_counts
+    price: float | None = None
+    if in_plan:
+        others = tuple(each for each in quick.fleet.offers if each.name != offer.name)
+        other = size(replace(quick, fleet=replace(quick.fleet, offers=others))).plan if others else None
+        if other is not None:
+            devices = plan.device_counts[offer.name]
+            price = (other.usd_per_h - plan.usd_per_h) / devices + offer.usd_per_h
+        return BreakEven(offer.name, in_plan, offer.usd_per_h, price)
+    # Where the cheapest plan's cost line meets the plan's, from nothing upwards: each search finds a higher line or the
+    # end.
+    tried = offer.usd_per_h * _SAME_USD_RATIO
+    for _ in range(_MOST_PRICES):
+        ceiling = plan.usd_per_h * (1 - _SAME_USD_RATIO)
+        other = size(replace(_priced(quick, offer.name, tried), ceiling_usd_per_h=ceiling)).plan
+        devices = 0 if other is None else other.device_counts.get(offer.name, 0)
+        if other is None or not devices:
+            break
+        tried = price = (plan.usd_per_h - other.usd_per_h) / devices + tried
+        if price >= offer.usd_per_h:
+            # By calculation it is the better one already; the check saw otherwise.
+            price = None
+            break
+    return BreakEven(offer.name, in_plan, offer.usd_per_h, price)
+
+
+def _priced(problem: Problem, name: str, usd_per_h: float) -> Problem:
+    offers = tuple(replace(each, usd_per_h=usd_per_h) if each.name == name else each for each in problem.fleet.offers)
+    return replace(problem, fleet=replace(problem.fleet, offers=offers))
+
+
+def _by_calculation(problem: Problem) -> Problem:
+    """The problem with one seed and no check, sharing its step tables: for searches by the dozen."""
+    memory = Memory()
+    if problem.memory is not None:
+        memory.steps = problem.memory.steps
+    model = None if problem.full_model is None else replayed(seeds=CHECK_SEEDS[:1])
+    return replace(problem, full_model=model, check=None, memory=memory)
 
 
 def _price_with(group: GroupCandidates, plan: Plan, offer: Offer, column: int) -> float | None:
@@ -148,77 +206,62 @@ def shortened(problem: Problem, sized: Sized) -> Problem:
             order = np.lexsort((rows.use, rows.bill.usd_per_h))[:_SHORT_LIST]
             for column in (rows.first, rows.second):
                 keys.update(group.halves[index].option.key for index in np.unique(column[order]).tolist() if index >= 0)
-    memory = Memory()
-    if problem.memory is not None:
-        memory.steps = problem.memory.steps
-    model = None if problem.full_model is None else replayed(seeds=CHECK_SEEDS[:1])
-    return replace(problem, full_model=model, check=None, only=frozenset(keys), memory=memory)
+    return replace(_by_calculation(problem), only=frozenset(keys))
 
 
-def hit_ratio_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> list[Flip]:
-    """The nearest higher and lower cached share of prompts at which the plan changes, of all classes moved together.
+def hit_ratio_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
+    """The nearest higher and lower cached share of prompts at which the plan changes, of all classes moved together;
+    None where it does not.
 
     `current`: the plan that is told, where it is not the one by calculation.
     """
     now = max(each.demand.cached_ratio for each in problem.classes)
-    found = []
+
+    def changed(ratio: float) -> tuple[TrafficClass, ...]:
+        return tuple(replace(each, demand=replace(each.demand, cached_ratio=ratio)) for each in problem.classes)
+
+    varied = _Input("cached_ratio", now, lambda ratio: f"{ratio:.3g}", changed)
     for easier, ratios in (
         (True, [ratio for ratio in _HIT_RATIOS if ratio > now + 1e-9]),
         (False, [ratio for ratio in reversed(_HIT_RATIOS) if ratio < now - 1e-9]),
     ):
-        steps = [(f"{ratio:g}", _with_hits(ratio)) for ratio in ratios]
-        flip = _first_flip(problem, _Limits.of(plan, current, easier=easier), "cached_ratio", f"{now:g}", steps)
-        found += [] if flip is None else [flip]
-    return found
+        yield _first_flip(problem, _Limits.of(plan, current, easier=easier), varied, ratios)
 
 
-def input_flips(problem: Problem, sized: Sized) -> list[Flip]:
-    """All flips of the cached share and of the promise, among the engines of the cheapest candidates.
+def input_flips(problem: Problem, sized: Sized) -> Iterator[Flip | None]:
+    """All flips of the cached share and of the promise as they are found, among the engines of the cheapest candidates:
+    `INPUT_QUESTIONS` answers, None where nothing that was tried changes the plan.
 
     They are found by calculation: costs are compared with the plan's by calculation, which may be cheaper than the one
     that the check let pass.
     """
     short = shortened(problem, sized)
     base = size(short).plan
-    if base is None:
-        return []
-    return [*hit_ratio_flips(short, base, sized.plan), *slo_flips(short, base, sized.plan)]
+    if base is not None:
+        yield from hit_ratio_flips(short, base, sized.plan)
+        yield from slo_flips(short, base, sized.plan)
 
 
-def slo_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> list[Flip]:
+def slo_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
     """For TTFT and TPOT: the nearest looser limit that makes the plan cheaper and the nearest tighter one that
-    changes it. `current` as in `hit_ratio_flips`.
+    changes it, all classes' limits moved by one factor; None where none does. `current` as in `hit_ratio_flips`.
     """
-    found = []
     for field in ("ttft_ms", "tpot_ms"):
-        now = "/".join(f"{getattr(each.slo, field):g}" for each in problem.classes)
+        varied = _Input(f"slo.{field}", 1.0, partial(_limit_words, problem, field), partial(_limited, problem, field))
         for factors in (_LOOSER, _TIGHTER):
-            steps = []
-            for factor in factors:
-                value = "/".join(f"{getattr(each.slo, field) * factor:g}" for each in problem.classes)
-                steps.append((value, _with_limit(field, factor)))
             limits = _Limits.of(plan, current, easier=factors is _LOOSER)
-            flip = _first_flip(problem, limits, f"slo.{field}", now, steps)
-            found += [] if flip is None else [flip]
-    return found
+            yield _first_flip(problem, limits, varied, factors)
 
 
-Change = Callable[[TrafficClass], TrafficClass]
+def _limit_words(problem: Problem, field: str, factor: float) -> str:
+    limits = [getattr(each.slo, field) * factor for each in problem.classes]
+    return "/".join(f"{limit:.0f}" if limit >= 1000 else f"{limit:.4g}" for limit in limits)
 
 
-def _with_hits(ratio: float) -> Change:
-    def change(each: TrafficClass) -> TrafficClass:
-        return replace(each, demand=replace(each.demand, cached_ratio=ratio))
-
-    return change
-
-
-def _with_limit(field: str, factor: float) -> Change:
-    def change(each: TrafficClass) -> TrafficClass:
-        limits = {field: getattr(each.slo, field) * factor}
-        return replace(each, slo=replace(each.slo, **limits))
-
-    return change
+def _limited(problem: Problem, field: str, factor: float) -> tuple[TrafficClass, ...]:
+    return tuple(
+        replace(each, slo=replace(each.slo, **{field: getattr(each.slo, field) * factor})) for each in problem.classes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +280,41 @@ class _Limits:
         costs = [each.usd_per_h for each in (plan, current) if each is not None]
         return cls(min(costs) if easier else max(costs), easier)
 
-    def passed(self, usd_per_h: float) -> bool:
-        if self.easier:
-            return usd_per_h < self.usd_per_h * (1 - 1e-6)
-        return usd_per_h > self.usd_per_h * (1 + 1e-6)
+    def flipped(self, problem: Problem) -> bool:
+        """Whether the plan changes, by a search that looks no further than the plan's cost: most engines are dearer."""
+        ceiling = self.usd_per_h * (1 - _SAME_USD_RATIO if self.easier else 1 + _SAME_USD_RATIO)
+        return (size(replace(problem, ceiling_usd_per_h=ceiling)).plan is not None) is self.easier
 
 
-def _first_flip(
-    problem: Problem, limits: _Limits, field: str, was: str, steps: list[tuple[str, Change]]
-) -> Flip | None:
-    for value, change in steps:
-        classes = tuple(change(each) for each in problem.classes)
-        other = size(replace(problem, classes=classes)).plan
-        if other is None:
-            return Flip(field, value, was, None, None)
-        if limits.passed(other.usd_per_h):
-            return Flip(field, value, was, plan_words(other), other.usd_per_h)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """An input that is varied: its field, its value in words, and the classes with another value of it."""
+
+    field: str
+    now: float
+    words: Callable[[float], str]
+    changed: Callable[[float], tuple[TrafficClass, ...]]
+
+
+def _first_flip(problem: Problem, limits: _Limits, varied: _Input, values: Sequence[float]) -> Flip | None:
+    """The nearest value at which the plan changes: the first of the values (nearest first), then halved towards the one
+    at which it stays. An input that is eased or hardened further never takes a flip back, so the farthest is asked
+    first.
+    """
+
+    def flips(value: float) -> bool:
+        return limits.flipped(replace(problem, classes=varied.changed(value)))
+
+    if not values or not flips(values[-1]):
+        return None
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if flips(values[middle]) else (middle + 1, high)
+    stays, at = varied.now if low == 0 else values[low - 1], values[low]
+    for _ in range(_HALVINGS):
+        between = (stays + at) / 2
+        stays, at = (stays, between) if flips(between) else (between, at)
+    plan = size(replace(problem, classes=varied.changed(at))).plan
+    told = (None, None) if plan is None else (plan_words(plan), plan.usd_per_h)
+    return Flip(varied.field, varied.words(at), varied.words(varied.now), varied.words(stays), *told)

@@ -8,7 +8,7 @@ the first check that it fails, so that nobody has to guess why a device was not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from perfmodel import memory
@@ -17,7 +17,16 @@ from perfmodel.disaggregation import ffn_devices_by_memory
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import NumberFormat
 from perfmodel.memory import EngineShape
-from perfmodel.search.plan import Choices, Demand, EngineOption, Fleet, Offer, RejectionReason, Topology
+from perfmodel.search.plan import (
+    Choices,
+    Demand,
+    EngineOption,
+    Fleet,
+    Offer,
+    RejectionReason,
+    Topology,
+    TrafficClass,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,7 @@ def _afd_option(
         if needed > one.inventory_count:
             return refused(
                 RejectionReason.INVENTORY,
-                f"one replica takes {needed} devices; {one.inventory_count} {one.name} are there",
+                _short_words(one, needed),
             )
     link = _chip_link(offer, shape.device_count, chips, count)
     if link is None:
@@ -151,6 +160,11 @@ def _afd_option(
             f"room for the KV of {capacity} tokens beside attention; one sequence has {context_tokens}",
         )
     return EngineOption(offer, shape, chunk, choices.max_sequence_count, capacity, chips, count, link)
+
+
+def _short_words(offer: Offer, needed: int) -> str:
+    there = offer.inventory_count
+    return f"one replica takes {needed} {offer.name}, the inventory has {there or 'none'}"
 
 
 def _chip_link(offer: Offer, devices: int, chips: Offer, count: int) -> float | None:
@@ -202,10 +216,7 @@ def _option(
     except ConfigError as fault:
         return refused(RejectionReason.PARALLELISM_IMPOSSIBLE, str(fault))
     if shape.device_count > offer.inventory_count:
-        return refused(
-            RejectionReason.INVENTORY,
-            f"one replica takes {shape.device_count} devices; {offer.inventory_count} {offer.name} are there",
-        )
+        return refused(RejectionReason.INVENTORY, _short_words(offer, shape.device_count))
     found = []
     last = ""
     for chunk in choices.chunk_tokens:
@@ -220,11 +231,12 @@ def _option(
             last = f"room for the KV of {capacity} tokens; one sequence has {context_tokens}"
     if found:
         return found
+    # How many times the devices' memory is wanted tells near misses apart.
+    wanted = memory.weight_bytes(shape) + memory.kv_bytes(shape, context_tokens)
+    over_ratio = wanted / (shape.device_count * offer.hardware.memory_bytes)
     fits = last.startswith("room")
-    return refused(
-        RejectionReason.CONTEXT_DOES_NOT_FIT if fits else RejectionReason.WEIGHTS_DO_NOT_FIT,
-        last,
-    )
+    reason = RejectionReason.CONTEXT_DOES_NOT_FIT if fits else RejectionReason.WEIGHTS_DO_NOT_FIT
+    return Refusal(offer.name, str(cut), reason, last, over_ratio)
 
 
 def bounds(shape: EngineShape, demand: Demand) -> Bounds:
@@ -250,3 +262,57 @@ def bounds(shape: EngineShape, demand: Demand) -> Bounds:
         )
         ttft_ms = max(flop / (count * peak), active_bytes / bandwidth) * 1000
     return Bounds(ttft_ms, (active_bytes + kv_bytes) / bandwidth * 1000)
+
+
+def promise_below_bound(
+    shape: EngineShape, each: TrafficClass, *, prompts: bool, answers: bool
+) -> tuple[RejectionReason, str] | None:
+    """Why no software on this shape keeps the class's promise: its first limit below the bound, of a pool that computes
+    prompts, answers or both; None when the bounds leave room.
+    """
+    least = bounds(shape, each.demand)
+    if prompts and least.ttft_ms is not None and least.ttft_ms > each.slo.ttft_ms:
+        detail = f"TTFT {each.slo.ttft_ms:g} ms; no software is faster than {least.ttft_ms:.1f} ms on it"
+        return RejectionReason.TTFT_BELOW_BOUND, detail
+    if answers and least.tpot_ms > each.slo.tpot_ms:
+        detail = f"TPOT {each.slo.tpot_ms:g} ms; no software is faster than {least.tpot_ms:.2f} ms on it"
+        return RejectionReason.TPOT_BELOW_BOUND, detail
+    return None
+
+
+def beyond_all(each: TrafficClass, options: Sequence[EngineOption], refusals: Sequence[Refusal]) -> str | None:
+    """One sentence when no number of any of these engines can keep the class's promise, before any queue is asked:
+    nothing holds the model, or a limit lies below the physical bound of all. None: it has to be searched.
+    """
+    if not options:
+        return _nothing_runs(each.model, refusals)
+    floor = [bounds(option.shape, each.demand) for option in options if option.chips is None]
+    tpot_ms = min((one.tpot_ms for one in floor), default=0.0)
+    if not any(option.chips for option in options) and tpot_ms > each.slo.tpot_ms:
+        return (
+            f"class {each.name}: slo.tpot_ms is {each.slo.tpot_ms:g}; the physical bound of {each.model} on the "
+            f"allowed accelerators is {tpot_ms:.2f} ms (weights and one sequence's KV read once at peak bandwidth)"
+        )
+    ttft_ms = min((one.ttft_ms for one in floor if one.ttft_ms is not None), default=None)
+    if ttft_ms is not None and ttft_ms > each.slo.ttft_ms:
+        return (
+            f"class {each.name}: slo.ttft_ms is {each.slo.ttft_ms:g}; the physical bound of {each.model} on the "
+            f"allowed accelerators is {ttft_ms:.1f} ms (one prompt of {each.demand.input_tokens:g} tokens, "
+            f"{each.demand.cached_ratio:.0%} of them cached, alone at peak FLOP/s or the weights read once at peak "
+            "bandwidth)"
+        )
+    return None
+
+
+def _nothing_runs(model: str, refusals: Sequence[Refusal]) -> str:
+    """Which accelerator comes closest to running the model, and what it lacks: the last check that any engine met."""
+    stocked = [each for each in refusals if each.reason is not RejectionReason.INVENTORY]
+    if not refusals:
+        return f"no accelerator of the spec can run {model}: no engine is allowed"
+    if not stocked:
+        return f"no accelerator of the spec can run {model}: {refusals[0].detail}"
+    closest = min(stocked, key=lambda each: each.over_ratio)
+    return (
+        f"no accelerator of the spec can run {model}; "
+        f"the closest is {closest.offer_name} {closest.what}: {closest.detail}"
+    )

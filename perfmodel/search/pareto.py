@@ -16,7 +16,7 @@ import numpy as np
 
 from perfmodel.disaggregation import DECODE_YIELD_RATIO, PREFILL_YIELD_RATIO, prefill_rate, prompt_batch_s
 from perfmodel.errors import ConfigError
-from perfmodel.queueing import closed_loop
+from perfmodel.queueing.loops import closed_loop
 from perfmodel.search.plan import EngineOption
 from perfmodel.serving import Lengths, ServingEngine, Steps
 from perfmodel.step_time import decode_batch
@@ -55,19 +55,38 @@ def points(
 
     Engines of which too little is known for step times are left out.
     """
+    found = alone_points(options, lengths, steps)
+    return found + (pair_points(options, lengths, steps) if mixed else [])
+
+
+def alone_points(
+    options: Sequence[EngineOption], lengths: Lengths, steps: Callable[[EngineOption], Steps]
+) -> list[Point]:
+    """The points of engines that do everything, in the order of the options: slices of them give slices of these."""
+    return [
+        point
+        for option, step in _timed(options, steps)
+        if option.chips is None and option.offer.hardware.can_prefill
+        for point in _alone(option, lengths, step)
+    ]
+
+
+def pair_points(
+    options: Sequence[EngineOption], lengths: Lengths, steps: Callable[[EngineOption], Steps]
+) -> list[Point]:
+    """The points of prefill and decode on unlike devices."""
+    return _pairs(_timed(options, steps), lengths)
+
+
+def _timed(options: Sequence[EngineOption], steps: Callable[[EngineOption], Steps]) -> list[tuple[EngineOption, Steps]]:
+    """Engines with their step times, those left out of which too little is known."""
     timed: list[tuple[EngineOption, Steps]] = []
     for option in options:
         try:
             timed.append((option, steps(option)))
         except ConfigError:
             continue
-    found = [
-        point
-        for option, step in timed
-        if option.chips is None and option.offer.hardware.can_prefill
-        for point in _alone(option, lengths, step)
-    ]
-    return found + (_pairs(timed, lengths) if mixed else [])
+    return timed
 
 
 def _alone(option: EngineOption, lengths: Lengths, step: Steps) -> list[Point]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from perfmodel.errors import ConfigError
@@ -309,12 +309,12 @@ class EngineOption:
     chips: Offer | None = None
     chip_count: int = 0
     chip_link_bytes_per_s: float | None = None
+    # Sorts and names it; two options differ in it. Made once: a search asks for it a million times.
+    key: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Sorts and names it; two options differ in it."""
+    def __post_init__(self) -> None:
         shape = self.shape
-        return (
+        key = (
             self.offer.name,
             self.chips.name if self.chips else "",
             f"{self.chip_count:05d}",
@@ -326,6 +326,7 @@ class EngineOption:
             str(shape.kv_format),
             f"c{self.chunk_tokens:06d}",
         )
+        object.__setattr__(self, "key", key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ thousands of candidates cost a few array operations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 
 from perfmodel.errors import ConfigError
 from perfmodel.search.plan import Fleet
+
+# Costs closer than this are one cost: sums of prices in another order differ in their last bits.
+SAME_COST_RATIO = 1e-9
 
 Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -70,6 +74,12 @@ class Purchasing:
         """Devices of this offer that whole units of the inventory hold."""
         index = self.index(name)
         return int(self._stock_units[index] * self._unit_devices[index])
+
+    def affordable_devices(self, name: str, usd_per_h: float) -> int:
+        """Devices of this offer that this many USD an hour buy in whole units, whatever the inventory is."""
+        index = self.index(name)
+        units = math.floor(usd_per_h / float(self._unit_usd_per_h[index]) * (1 + SAME_COST_RATIO))
+        return units * int(self._unit_devices[index])
 
     def bill(self, counts: Counts) -> Bill:
         """Price rows of device counts (int64[n, offers])."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from perfmodel import memory
 from perfmodel.disaggregation import SplitEngine
-from perfmodel.queueing import open_loop
+from perfmodel.queueing.loops import open_loop
 from perfmodel.search.plan import (
     DemandLevel,
     EngineOption,

@@ -62,7 +62,8 @@ def name_block(c: Cluster, e: int, block: int, key: int) -> None:
     engine = c.engines[e]
     first, mask = engine.slot_first, engine.slot_mask
     c.blocks[block].key = key
-    c.blocks[block].twin = -1
+    c.blocks[block].twin = c.blocks[block].elder = -1
+    c.blocks[block].last = block
     at = home(key) & mask
     while True:
         other = c.slots[first + at]
@@ -70,9 +71,10 @@ def name_block(c: Cluster, e: int, block: int, key: int) -> None:
             c.slots[first + at] = block
             return
         if c.blocks[other].key == key:
-            while c.blocks[other].twin >= 0:
-                other = c.blocks[other].twin
-            c.blocks[other].twin = block
+            last = c.blocks[other].last
+            c.blocks[last].twin = block
+            c.blocks[block].elder = last
+            c.blocks[other].last = block
             return
         at = (at + 1) & mask
 
@@ -93,12 +95,17 @@ def forget(c: Cluster, e: int, block: int) -> None:
     c.blocks[block].key = 0
     c.blocks[block].twin = -1
     if head != block:
-        while c.blocks[head].twin != block:
-            head = c.blocks[head].twin
-        c.blocks[head].twin = twin
+        elder = c.blocks[block].elder
+        c.blocks[elder].twin = twin
+        if twin >= 0:
+            c.blocks[twin].elder = elder
+        else:
+            c.blocks[head].last = elder
         return
     if twin >= 0:
         c.slots[first + at] = twin
+        c.blocks[twin].elder = -1
+        c.blocks[twin].last = c.blocks[block].last
         return
     _close_gap(c, first, mask, at)
     if engine.tier_count:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import index
+from typing import NoReturn
 
 import numpy as np
 
@@ -37,13 +39,14 @@ from perfmodel.simulation.state import (
     Settings,
     Steps,
     cluster,
+    engine_bytes,
     roomier,
 )
 from perfmodel.traces.trace import Trace
 
 __all__ = [
     "ClosedLoop", "Durations", "EngineResult", "EngineSpec", "GrowingQueue", "HandOver", "LowerTier", "OpenLoop",
-    "PolicyFactory", "Replay", "SimOptions", "SimResult", "Timeline", "growing_queue", "simulate",
+    "PolicyFactory", "Replay", "SimOptions", "SimResult", "Timeline", "growing_queue", "memory_bytes", "simulate",
 ]  # fmt: skip
 
 # Block of a trace without block ids: vLLM's default. Nothing is shared then, so it only rounds KV room.
@@ -132,7 +135,7 @@ class SimOptions:
 
     `engine_spread_ratio` is the standard deviation of ln(an engine's speed), `step_noise_ratio` that of ln(a step's
     time), both around the nominal one (the mean of a step stays). `output_limit_tokens` is what policies are told that
-    an answer may have.
+    an answer may have. `policy_name` is for the sentence when a policy fails.
     """
 
     slo_ttft_s: float = 5.0
@@ -142,6 +145,7 @@ class SimOptions:
     engine_spread_ratio: float = 0.0
     step_noise_ratio: float = 0.0
     output_limit_tokens: int = 4096
+    policy_name: str = ""
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s"):
@@ -264,7 +268,7 @@ def simulate(
     """Run the workload to its last token. `progress` gets the number of requests that arrived since its last call.
 
     Raises ConfigError for no engine that can be picked, a decode pool that is missing, times that fall, block sizes
-    that change.
+    that change, and a policy that raises or picks what is no engine.
     """
     replay = Replay(engines, workload, policy, options or SimOptions())
     replay.run(progress or _silent)
@@ -292,8 +296,13 @@ class Replay:
             block_tokens or DEFAULT_BLOCK_TOKENS,
             options.seed,
         )
-        self._policy: Policy = policy(fleet)
-        self.cluster: Cluster = _cluster(self._specs, block_tokens, self._policy.hears, options)
+        try:
+            self._policy: Policy = policy(fleet)
+            hears, self._reads_blocks = bool(self._policy.hears), bool(self._policy.reads_blocks)
+        except Exception as fault:  # a plug-in's code: anything can be wrong with it
+            self._policy_failed("its making", fault)
+        self.cluster: Cluster = _cluster(self._specs, block_tokens, hears, options)
+        self._hears = hears
         self.book = address_book(self.cluster)
         self.refused_by_policy_count = 0
 
@@ -319,39 +328,66 @@ class Replay:
         source = self._source
         part, row = source.part, source.row
         policy = self._policy
-        blocks = part.blocks_of(row) if policy.reads_blocks else ()
+        blocks = part.blocks_of(row) if self._reads_blocks else ()
         serial = part.serial + row
         ask = Ask(
             serial, self._options.model, part.session[row], part.prompt[row], self._options.output_limit_tokens, blocks
         )
-        picked = policy.pick(ask, now_s)
-        if picked is None:
-            self.refused_by_policy_count += 1
-            return
-        if not 0 <= picked < len(self._routable):
-            raise ConfigError(f"the policy picked engine {picked}; expected 0 to {len(self._routable) - 1}")
-        engine = self._routable[picked]
+        try:
+            picked = policy.pick(ask, now_s)
+            if picked is None:
+                self.refused_by_policy_count += 1
+                return
+            place = index(picked)
+        except Exception as fault:
+            self._policy_failed("pick", fault)
+        if not 0 <= place < len(self._routable):
+            raise ConfigError(
+                f"{self._policy_words} picked engine {picked}; expected 0 to {len(self._routable) - 1}, or None to "
+                "refuse the request"
+            )
+        engine = self._routable[place]
         taken = submit(self.book, part.book, row, engine, now_s)
         if taken == NO_RECORD:
             self._grow(requests=2 * len(self.cluster.requests))
             taken = submit(self.book, part.book, row, engine, now_s)
-        if taken < 0 and policy.hears:
-            policy.finished(serial, Usage(0, part.prompt[row], 0), now_s)
+        if taken < 0 and self._hears:
+            self._tell_finished(serial, Usage(0, part.prompt[row], 0), now_s)
+
+    def _tell_finished(self, serial: int, usage: Usage, at_s: float) -> None:
+        try:
+            self._policy.finished(serial, usage, at_s)
+        except Exception as fault:
+            self._policy_failed("finished", fault)
+
+    @property
+    def _policy_words(self) -> str:
+        return f"the policy {self._options.policy_name}".rstrip()
+
+    def _policy_failed(self, where: str, fault: Exception) -> NoReturn:
+        said = " ".join(str(fault).split()) or "no message"
+        raise ConfigError(
+            f"{self._policy_words} failed in {where} ({type(fault).__name__}: {said}); "
+            "expected an engine's number or None, and no fault"
+        ) from fault
 
     def _deliver(self, count: int) -> None:
         """Tell the policy, and the source of follow-ups, what happened."""
         times = self.cluster.events_s[:count].tolist()
         policy = self._policy
-        hears = policy.hears
+        hears = self._hears
         follow = self._source.ended
         for (kind, serial, row, cached, prompt, output), at_s in zip(
             self.cluster.events[:count].tolist(), times, strict=True
         ):
             if kind == FIRST_TOKEN:
-                policy.first_token(serial, at_s)
+                try:
+                    policy.first_token(serial, at_s)
+                except Exception as fault:
+                    self._policy_failed("first_token", fault)
                 continue
             if hears:
-                policy.finished(serial, Usage(cached, prompt, output), at_s)
+                self._tell_finished(serial, Usage(cached, prompt, output), at_s)
             follow(row, at_s)
 
     def _make_room(self, trace: Trace) -> None:
@@ -401,6 +437,18 @@ class Replay:
             ttft_s=tuple(values),
             ttft_share_ratio=tuple(shares),
         )
+
+
+def memory_bytes(engines: Sequence[EngineSpec], block_tokens: int) -> float:
+    """What the records of these engines' KV blocks and places take; a trace's width of blocks decides (0: unknown)."""
+    return sum(
+        spec.count * engine_bytes(_record(spec, 0, block_tokens or DEFAULT_BLOCK_TOKENS, _AS_NOMINAL))
+        for spec in engines
+    )
+
+
+# Speed and noise of an engine whose hidden ones do not matter.
+_AS_NOMINAL = (1.0, 0.0)
 
 
 def _silent(_: int) -> None:

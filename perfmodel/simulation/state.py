@@ -84,9 +84,13 @@ a prefill engine; `watched`: its end is told even to a policy that does not list
 """
 
 BLOCK = np.dtype(
-    [("key", _INT), ("ref", np.int32), ("before", np.int32), ("after", np.int32), ("twin", np.int32)]
+    [
+        ("key", _INT), ("ref", np.int32), ("before", np.int32), ("after", np.int32), ("twin", np.int32),
+        ("elder", np.int32), ("last", np.int32),
+    ]
 )  # fmt: skip
-"""One KV block: its prefix (0: nameless), holders, place in the free queue, and the next copy of the same prefix. A
+"""One KV block: its prefix (0: nameless), holders, place in the free queue, and the next copy of the same prefix, the
+one before it and, of the oldest copy, the youngest: a prompt that thousands share has as many copies of its end. A
 block of the lower tier has its place in the order of last use instead.
 """
 
@@ -240,6 +244,14 @@ def cluster(engines: Sequence[EngineRecord], steps: Sequence[Steps], settings: S
     _fill_totals(made, engines, settings)
     _link_free_requests(made, 0)
     return made
+
+
+def engine_bytes(engine: EngineRecord) -> int:
+    """What one engine takes in the columns that grow with the fleet: blocks, hash slots, places of sequences."""
+    blocks = sum(_sizes(engine)) * BLOCK.itemsize
+    slots = sum(_slot_count(count) for count in _sizes(engine)) * np.dtype(np.int32).itemsize
+    places = engine.sequence_limit_count * np.dtype(_INT).itemsize
+    return blocks + slots + places + ENGINE.itemsize
 
 
 def roomier(old: Cluster, *, requests: int | None = None, prompt_blocks: int = 0, sequence_blocks: int = 0) -> Cluster:

@@ -21,8 +21,8 @@ from perfmodel.traces.trace import Trace, joined
 # the hours that day and night curves are made of. Shorter traces spread over a tenth of their span.
 _SPREAD_S = 60.0
 _SPREAD_SPAN_SHARE = 0.1
-# The column of sessions has 32 bits.
-_SESSION_MOST = 2**31 - 1
+# The column of sessions has 32 bits, that of blocks 64.
+_SESSION_MOST, _BLOCK_MOST = 2**31 - 1, 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Copies:
                 raise ConfigError(f"copies: {name} is {getattr(self, name)}; expected at least 1")
         if self.count * self.repeat_count * self.trace.session_end_id > _SESSION_MOST:
             raise ConfigError(f"copies: count is {self.count}; expected session numbers of 32 bits in all copies")
+        if self.count * self.repeat_count * self.trace.block_end_id > _BLOCK_MOST:
+            raise ConfigError(
+                f"copies: count is {self.count}; expected block ids below 2^63 in all copies "
+                f"(the trace's end at {self.trace.block_end_id})"
+            )
         if self.spread_s is not None and not 0 <= self.spread_s < float("inf"):
             raise ConfigError(f"copies: spread_s is {self.spread_s}; expected 0 or more seconds")
 

@@ -21,7 +21,7 @@ from perfmodel.traces.arrivals import Calendar, CurveName, on_off, renewal, tena
 from perfmodel.traces.blocks import BlockPlan, PrefixLayer, block_plan
 from perfmodel.traces.lengths import Lengths, lognormal
 from perfmodel.traces.sessions import AgentReading, SessionSteps, agent_sessions, chat_sessions, voice_calls
-from perfmodel.traces.trace import Tier, Trace, joined
+from perfmodel.traces.trace import MOST_S, MOST_TOKENS, Tier, Trace, joined
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -33,6 +33,8 @@ _PIECE_ROWS = 8192
 _BATCH_SESSIONS = 2000
 # Most requests of one trace: session numbers and positions are 32-bit.
 _MOST_REQUESTS = 2**31 - 1
+# Most tenants of one trace: each has an arrival process of its own, 50 microseconds of work.
+_MOST_TENANTS = 1_000_000
 
 # Sessions that were running when the trace begins started within this time before it. Agents: six days hold 87 % of all
 # calls; the rest come after waits of weeks and are made up for by more sessions.
@@ -49,8 +51,9 @@ _CALLS_BY_AGE = {
 _WEEKEND_CALLS = 1.2
 # Weekend starts of agent sessions over weekday ones: 32 a day against 300 [assumed], which is 0.3 of the calls.
 _AGENT_WEEKEND_RATIO = 32 / 300
-# Steps of the sum over session starts that expects the calls of a trace.
-_EXPECT_STEP_S = 600.0
+# Steps of the sum over session starts that expects the calls of a trace: a minute's trace needs short ones, no trace
+# shorter ones than a second, for a session's calls are seconds apart.
+_EXPECT_STEP_S, _LEAST_STEP_S = 600.0, 1.0
 # Mean calls of a chat session (0.6 + 0.4 * 3.4) and of a voice call.
 _CHAT_CALLS, _VOICE_CALLS = 1.96, 33.8
 # Prompts of later turns hold the earlier ones; first prompts are this much shorter than the published law of all turns,
@@ -140,14 +143,18 @@ class Demand:
         for name in ("hours", "rate_per_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0")
+        if self.end_s > MOST_S:
+            raise ConfigError(f"hours is {self.hours}; expected at most {MOST_S / _HOUR_S:,.0f}, thirty years")
         if self.rate_per_s * self.end_s > _MOST_REQUESTS:
             raise ConfigError(f"rate_per_s is {self.rate_per_s}; expected at most 2^31 requests in {self.hours} hours")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; expected 0 or more")
-        if self.block_tokens is not None and self.block_tokens < 1:
-            raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1")
-        if self.tenant_count is not None and self.tenant_count < 1:
-            raise ConfigError(f"tenant_count is {self.tenant_count}; expected at least 1")
+        for name, most in (("block_tokens", MOST_TOKENS), ("tenant_count", _MOST_TENANTS)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; expected at least 1")
+            if value is not None and value > most:
+                raise ConfigError(f"{name} is {value}; expected at most {most:,}")
         _ = self.calendar
 
     @property
@@ -285,7 +292,7 @@ def _agent(demand: Demand, rng: np.random.Generator) -> _Calls:
 
 def _agent_starts_per_s(demand: Demand) -> float:
     """Session starts a second on a weekday that make the trace's rate of calls, those begun before it included."""
-    step_s = min(_EXPECT_STEP_S, demand.end_s / 8)
+    step_s = max(_LEAST_STEP_S, min(_EXPECT_STEP_S, demand.end_s / 8))
     start_s = np.arange(-_AGENT_WARM_UP_S, demand.end_s, step_s) + step_s / 2
     ages = np.array(_AGE_HOURS) * _HOUR_S
 

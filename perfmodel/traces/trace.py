@@ -113,7 +113,7 @@ class Trace:
         known = (self.tier >= 0) & (self.tier < len(Tier))
         _check_all(known, self.tier, first_line, f"tier is {{}}; expected 0 to {len(Tier) - 1}")
         thought = ~(self.think_s < 0) & ~(self.think_s > MOST_S)
-        _check_all(thought, self.think_s, first_line, "think_s is {}; expected 0 or more seconds")
+        _check_all(thought, self.think_s, first_line, "think_s is {}; expected 0 or more seconds, at most a billion")
         self._check_blocks(first_line)
 
     def _check_blocks(self, first_line: int) -> None:
@@ -176,6 +176,11 @@ class Trace:
         session = np.where(self.session < 0, self.session, self.session + np.int32(session_id)).astype(np.int32)
         return replace(self, arrival_s=self.arrival_s + by_s, session=session, blocks=blocks)
 
+    def with_small_block_ids(self) -> Trace:
+        """The same content under ids from 0 without gaps, so that copies have room for theirs below 2^63."""
+        _, blocks = np.unique(self.blocks, return_inverse=True)
+        return replace(self, blocks=blocks.astype(np.int64))
+
     def with_think_times(
         self, ttft_s: float = _RECORDED_TTFT_S, tok_per_s: float = _RECORDED_TOK_PER_S, *, keep: bool = True
     ) -> Trace:
@@ -214,6 +219,8 @@ def trace_of(columns: dict[str, Sequence[Any]], blocks: Sequence[Sequence[int]],
     count = len(columns["arrival_s"])
     counts = np.fromiter(map(len, blocks), dtype=np.int64, count=len(blocks))
     offsets = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+    with np.errstate(over="ignore"):  # beyond 32 bits it is infinite, which `validate` refuses
+        think_s = np.asarray(columns.get("think_s", np.full(count, np.nan)), dtype=np.float32)
     flat = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in blocks]) if offsets[-1] else np.zeros(0, np.int64)
     return Trace(
         arrival_s=np.asarray(columns["arrival_s"], dtype=np.float64),
@@ -224,7 +231,7 @@ def trace_of(columns: dict[str, Sequence[Any]], blocks: Sequence[Sequence[int]],
         blocks=flat,
         block_tokens=block_tokens,
         tier=np.asarray(columns["tier"], dtype=np.int8),
-        think_s=np.asarray(columns.get("think_s", np.full(count, np.nan)), dtype=np.float32),
+        think_s=think_s,
     )
 
 

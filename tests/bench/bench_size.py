@@ -22,6 +22,7 @@ from pathlib import Path
 from perfmodel.adapters import perf_output
 from perfmodel.adapters.catalog import load_catalog
 from perfmodel.adapters.compiled_code import remember_compiled_code
+from perfmodel.adapters.policy_names import policy_factory
 from perfmodel.adapters.size_report import Answer, answered
 from perfmodel.adapters.spec_file import SizeSpec, read_spec
 from perfmodel.search.candidates import GroupCandidates
@@ -30,7 +31,6 @@ from perfmodel.search.purchase import Purchasing
 from perfmodel.search.rating import Rater, judged, latencies
 from perfmodel.search.simulated import played_out, simulated
 from perfmodel.simulation.policy import PolicyFactory
-from router.adapters.policies import least_requests
 
 SPEC = Path("examples/size/fleet32.yaml")
 
@@ -148,11 +148,13 @@ def options_of(group: GroupCandidates, spec: SizeSpec) -> list[EngineOption]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--spec", type=Path, default=SPEC)
-    spec_path = parser.parse_args().spec
+    parser.add_argument("--policy", default="inferplane_route", help="what the plan and all candidates are routed by")
+    asked = parser.parse_args()
+    spec_path, policy = asked.spec, policy_factory(asked.policy)
     catalog = load_catalog()
     spec = read_spec(spec_path, catalog)
     remember_compiled_code()
-    check = simulated(least_requests)
+    check = simulated(policy)
     answered(
         spec, catalog, flips=False, check=check, progress=perf_output.progress
     )  # compiles, or loads what was compiled
@@ -167,9 +169,9 @@ def main() -> int:
     needed = max(each.slo.goodput_ratio for each in group.rater.load.classes)
     print(f"search: {wall_s:.2f} s wall, {cpu_s:.2f} s of one core, {sized.feasible_count} feasible candidates")
     print(f"plan: {plan.usd_per_h:.2f} USD/h, {plan.device_counts}, {found.topology}")
-    share = goodput(group.rater, found.pools, least_requests, needed)
+    share = goodput(group.rater, found.pools, policy, needed)
     print(f"plan simulated ({len(SEEDS)} seeds x {REQUESTS} requests): {share:.4f} in time, promised {needed}")
-    best_usd, simulated_count = brute_force(spec, group, plan.usd_per_h, needed)
+    best_usd, simulated_count = brute_force(spec, group, plan.usd_per_h, (policy, needed))
     over = plan.usd_per_h / best_usd
     print(
         f"best of all simulated: {best_usd:.2f} USD/h; the plan costs {over:.3f} x that ({simulated_count} simulated)"
@@ -185,8 +187,13 @@ def main() -> int:
     return 0 if all(bars.values()) else 1
 
 
-def brute_force(spec: SizeSpec, group: GroupCandidates, plan_usd: float, needed: float) -> tuple[float, int]:
-    """The cost of the cheapest candidate that holds when simulated (the plan's own when none below holds)."""
+def brute_force(
+    spec: SizeSpec, group: GroupCandidates, plan_usd: float, promise: tuple[PolicyFactory, float]
+) -> tuple[float, int]:
+    """The cost of the cheapest candidate that holds when simulated (the plan's own when none below holds). `promise`:
+    the policy and the share of requests that must be in time.
+    """
+    policy, needed = promise
     search = BruteForce(spec, group, options_of(group, spec))
     tried = sorted(search.below(plan_usd / MOST_OVER_BEST), key=lambda each: (each.usd_per_h, each.words()))
     print(
@@ -198,7 +205,7 @@ def brute_force(spec: SizeSpec, group: GroupCandidates, plan_usd: float, needed:
     start = time.perf_counter()
     for each in tried:
         count += 1
-        share = goodput(search.rater, each.pools, least_requests, needed)
+        share = goodput(search.rater, each.pools, policy, needed)
         if count % 25 == 0:
             print(f"  {count} simulated, {time.perf_counter() - start:.0f} s", file=sys.stderr)
         if share >= needed:

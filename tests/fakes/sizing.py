@@ -7,6 +7,7 @@ peaks times 0.7, so that tests of the search do not move when the calibration do
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -125,6 +126,7 @@ class Setting:
     spare: SpareRule = field(default_factory=SpareRule)
 
 
+@cache
 def architecture(model: str = MODEL) -> Architecture:
     """A model of the catalogue."""
     return load_catalog().model(model)

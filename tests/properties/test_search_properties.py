@@ -19,7 +19,7 @@ from perfmodel.search.candidates import CandidateSearch, Trial
 from perfmodel.search.cheapest import size
 from perfmodel.search.plan import Demand, Offer, Plan, Slo, SpareRule, Topology
 from perfmodel.search.purchase import Bill, Counts, Purchasing
-from perfmodel.search.rating import Latencies, Verdict, judged
+from perfmodel.search.rating import Latencies, Verdict, judged, latencies
 from tests.exploring import examples
 from tests.fakes.sizing import CARD, CHEAP, CHOICES, FAST, Setting, offer, problem, traffic
 
@@ -94,6 +94,7 @@ def check(case: Drawn) -> None:
     plan = planned(setting)
     if plan is not None:
         check_rules(plan, setting)
+    check_pruned(setting, plan)
     check_easier(case, setting, cost(plan))
     turned = replace(
         setting,
@@ -105,9 +106,34 @@ def check(case: Drawn) -> None:
         ),
     )
     other = planned(turned)
-    assert (None if other is None else [each.key for each in other.candidates]) == (
-        None if plan is None else [each.key for each in plan.candidates]
-    ), "the order of the lists does not matter"
+    assert keys(other) == keys(plan), "the order of the lists does not matter"
+
+
+def keys(plan: Plan | None) -> list[tuple[str, ...]] | None:
+    return None if plan is None else [each.key for each in plan.candidates]
+
+
+def check_pruned(setting: Setting, plan: Plan | None) -> None:
+    """What the search leaves out never was the plan: numbers of replicas that cannot carry the load, and what costs
+    more than a ceiling.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CandidateSearch, "_bisect", one_by_one)
+        assert keys(planned(setting)) == keys(plan), "every number of replicas tried gives the same plan"
+    ceiling = 1e6 if plan is None else plan.usd_per_h
+    bounded = size(replace(problem(setting), ceiling_usd_per_h=ceiling)).plan
+    assert keys(bounded) == keys(plan), "a ceiling at the plan's cost leaves the plan"
+    assert size(replace(problem(setting), ceiling_usd_per_h=ceiling * 0.999)).plan is None or plan is None, (
+        "below it there is none"
+    )
+
+
+def one_by_one(self, *asked):  # type: ignore[no-untyped-def]  # its types are those of the method it stands for
+    role, option, judge, rate, most = asked
+    for count in range(1, most + 1):
+        if judge(latencies([self._rater.half(role, option, count, rate)])).meets[0]:
+            return count
+    return None
 
 
 def check_easier(case: Drawn, setting: Setting, usd_per_h: float) -> None:
@@ -244,7 +270,18 @@ def a_tighter_promise_is_easier(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(candidates, "judged", upside_down)
 
 
+def a_ceiling_buys_too_little(patch: pytest.MonkeyPatch) -> None:
+    honest = Purchasing.affordable_devices
+    patch.setattr(Purchasing, "affordable_devices", lambda self, name, usd: honest(self, name, usd) - 1)
+
+
+def too_few_replicas_are_skipped_to_too_many(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(candidates, "_ROUNDING_RATIO", -1.0)
+
+
 FAULTS = [
+    a_ceiling_buys_too_little,
+    too_few_replicas_are_skipped_to_too_many,
     stock_is_endless,
     units_are_split,
     spares_are_forgotten,

@@ -74,13 +74,16 @@ def test_a_table_is_fitted_reported_plotted_and_written(tmp_path: Path) -> None:
     within = report["splits"]["within"]
     assert within["tpot_median_ratio"] < 0.05
     assert 0.7 <= within["tpot_coverage_ratio"] <= 1
+    assert set(report["saturation_misses"]) == {"within", "gpu", "combo", "model"}
     fitted = load_coefficients(out)
     assert fitted.coefficients.pair_rows["H100-SXM-80GB Qwen3-32B"] == 6
     assert "tpot any closed_loop" in fitted.coefficients.bands
     assert plot.read_text(encoding="utf-8").lstrip().lower().startswith(("<html", "<!doctype"))
     again = tmp_path / "again.yaml"
-    CliRunner().invoke(APP, ["perf", "calibrate", "--data", str(tmp_path / "in.csv"), "--out", str(again), "--json"])
+    shown = CliRunner().invoke(APP, ["perf", "calibrate", "--data", str(tmp_path / "in.csv"), "--out", str(again)])
     assert again.read_bytes() == out.read_bytes()
+    assert "36 rows fitted" in shown.stdout
+    assert "Residuals by group" in shown.stdout
 
 
 def test_the_measurements_are_never_overwritten(tmp_path: Path) -> None:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
+import psutil
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
 from perfmodel.adapters import policy_names
 from perfmodel.adapters.perf_simulate import simulate
-from perfmodel.adapters.traces import write_trace
-from perfmodel.traces.trace import trace_of
+from perfmodel.adapters.traces import read_trace, write_trace
+from perfmodel.traces.trace import Trace, trace_of
 from router.adapters import policies
+from tests import services
 
 KEYS = ["requests", "completed", "ttft_ms", "tpot_ms", "prefix_hit_ratio", "output_tok_per_s", "goodput_ratio", "sim_s"]
+ROOT = Path(__file__).parents[3]
 FLEET = """
 engines:
   - {pool: fast, gpu: h100, tp: 2, count: 1, dtype: fp8}
@@ -29,6 +41,30 @@ engines:
 """
 
 
+class Broken:
+    """A policy of another package, with the fault that its name says."""
+
+    hears = reads_blocks = False
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+        self.hears = fault == "deaf"
+
+    def pick(self, ask: object, now_s: float) -> object:
+        if self._fault == "raises":
+            raise LookupError("no such tenant")
+        return {"refuses": None, "beyond": 7, "negative": -1, "wordy": "first"}.get(self._fault, 0)
+
+    def first_token(self, serial: int, now_s: float) -> None:
+        raise RuntimeError
+
+    def finished(self, serial: int, usage: object, now_s: float) -> None:
+        """Told nothing."""
+
+
+BROKEN = ("refuses", "beyond", "negative", "wordy", "raises", "deaf")
+
+
 class Point:
     """An entry point as `importlib.metadata` gives it."""
 
@@ -36,12 +72,19 @@ class Point:
         self.name = name
 
     def load(self) -> object:
+        if self.name == "absent":
+            raise ImportError("No module named 'elsewhere'")
+        if self.name == "unmade":
+            return lambda fleet: fleet.nothing
+        if self.name in BROKEN:
+            return lambda fleet: Broken(self.name)
         return getattr(policies, self.name)
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [Point(name) for name in ("round_robin", "least_requests", "inferplane_route")]
+    ours = ("round_robin", "least_requests", "inferplane_route")
+    points = [Point(name) for name in (*ours, *BROKEN, "absent", "unmade")]
     monkeypatch.setattr(policy_names, "entry_points", lambda group: points)
 
 
@@ -158,9 +201,26 @@ def test_a_missing_model_or_gpu_names_its_option(trace: Path, missing: str) -> N
     [
         (
             ("--policy", "roundrobin"),
-            "--policy is 'roundrobin'; expected one of inferplane_route, least_requests, round_robin",
+            "--policy is 'roundrobin'; expected one of absent, beyond, deaf, inferplane_route, least_requests, ",
         ),
         (("--replicas", 0), "--replicas is 0; expected at least 1"),
+        (("--replicas", "2,x"), "--replicas is '2,x'; expected a whole number, or several with commas between them"),
+        (("--replicas", 100_001), "--replicas is 100001; expected at most 100,000"),
+        (("--replicas", 100_000, "--max-sequences", 100_000), "the KV blocks of 100,000 engines would take"),
+        (("--copies", 10**8), "--copies is 100,000,000, whose requests of 30 s would take"),
+        (("--copies", 10**9), "--copies is 1,000,000,000"),
+        (("--copies", 10**8, "--closed-loop"), "--copies is 100,000,000"),
+        (("--workers", 0), "--workers is 0; expected at least 1"),
+        (("--copies", "1,2", "--workers", 2, "--dask", "tcp://127.0.0.1:1"), "--workers has no effect beside --dask"),
+        (("--replicas", "1,2", "--engines", "e.yaml"), "--replicas is 1,2; expected one number beside --engines"),
+        (("--seeds", 10_000, "--copies", "1,2,3,4,5,6", "--replicas", "1,2"), "the sweep has 120,000 runs; expected"),
+        (("--policy", "beyond"), "the policy beyond picked engine 7; expected 0 to 0, or None to refuse the request"),
+        (("--policy", "negative"), "the policy negative picked engine -1; expected 0 to 0"),
+        (("--policy", "wordy"), "the policy wordy failed in pick (TypeError: "),
+        (("--policy", "raises"), "the policy raises failed in pick (LookupError: no such tenant)"),
+        (("--policy", "deaf"), "the policy deaf failed in first_token (RuntimeError: no message)"),
+        (("--policy", "unmade"), "the policy unmade failed in its making (AttributeError: "),
+        (("--policy", "absent"), "--policy absent cannot be loaded (ImportError: No module named 'elsewhere')"),
         (("--copies", 0), "--copies is 0; expected at least 1"),
         (("--model", "Llama-3.1-70B"), "perf: Llama-3.1-70B in bf16 does not fit"),
         (("--model", "Llama-3.1-70B"), "(--gpu, --tp, --dtype decide it)"),
@@ -211,3 +271,147 @@ def test_unsorted_and_negative_times_are_refused(tmp_path: Path, second: float, 
     path.write_bytes(b"\n".join(map(orjson.dumps, rows)) + b"\n")
     result = run(path)
     assert (result.exit_code, sentence in result.stderr) == (2, True), result.stderr
+
+
+def test_a_policy_that_refuses_everything_is_an_answer(trace: Path) -> None:
+    result = run(trace, "--policy", "refuses")
+    assert (result.exit_code, "80 requests refused by the policy refuses" in result.stdout) == (0, True)
+    answer = orjson.loads(run(trace, "--policy", "refuses", "--json").stdout)
+    assert (answer["requests"], answer["completed"], answer["goodput_ratio"]) == (80, 0, 0.0)
+    assert answer["ttft_ms"] == {"mean": None, "p50": None, "p95": None, "p99": None}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A local Dask cluster of two processes."""
+    distributed: Any = importlib.import_module("distributed")  # it has no types
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", host="127.0.0.1"
+    ) as started:
+        yield str(started.scheduler_address)
+
+
+SWEEP = (
+    "--policy", "round_robin,inferplane_route", "--replicas", "2,1", "--seeds", 2, "--copies", 2, "--step-noise", 0.1,
+)  # fmt: skip
+
+
+def told(result: Result) -> str:
+    """The JSON up to the time that the work took, which is its last key."""
+    assert result.exit_code == 0, result.stderr
+    said, _, wall = result.stdout.rpartition('"wall_s"')
+    assert len(wall.splitlines()) == 2
+    return said
+
+
+def test_a_sweep_gives_the_same_bytes_on_one_core_on_all_and_on_dask(trace: Path, cluster: str) -> None:
+    here = told(run(trace, *SWEEP, "--json", "--workers", 1))
+    assert told(run(trace, *SWEEP, "--json", "--dask", cluster)) == here
+    spread = run(trace, *SWEEP, "--json")
+    assert told(spread) == here
+    answer = orjson.loads(spread.stdout)
+    assert list(answer) == ["runs", "summary", "wall_s"]
+    keys = ["trace", "copies", "policy", "replicas", "seed"]
+    assert [list(each) for each in answer["runs"]] == [[*keys, *KEYS]] * 8
+    which = [tuple(each[key] for key in keys[2:]) for each in answer["runs"]]
+    assert which == [
+        (policy, replicas, seed)
+        for policy in ("round_robin", "inferplane_route") for replicas in (2, 1) for seed in (0, 1)
+    ]  # fmt: skip
+    one = orjson.loads(run(trace, "--policy", "inferplane_route", "--seed", 1, *SWEEP[6:], "--json").stdout)
+    assert {name: one[name] for name in KEYS} == {name: answer["runs"][-1][name] for name in KEYS}
+    first = answer["summary"][0]
+    assert (first["policy"], first["replicas"], first["seeds"]) == ("round_robin", 2, 2)
+    shares = [each["goodput_ratio"] for each in answer["runs"][:2]]
+    assert first["goodput_ratio"] == pytest.approx(sum(shares) / 2)
+    assert [first["goodput_ratio_lowest"], first["goodput_ratio_highest"]] == sorted(shares)
+    p95 = [each["ttft_ms"]["p95"] for each in answer["runs"][:2]]
+    assert p95[0] != p95[1] and first["ttft_ms"]["p95"] == pytest.approx(sum(p95) / 2)
+
+
+def test_one_run_on_dask_has_the_form_of_one_run(trace: Path, cluster: str) -> None:
+    assert told(run(trace, "--json", "--dask", cluster)) == told(run(trace, "--json"))
+
+
+def test_traces_are_swept_too_and_drawn(trace: Path, tmp_path: Path) -> None:
+    other, plot = tmp_path / "other.jsonl", tmp_path / "sweep.html"
+    write_trace(short_trace(), other)
+    result = run(trace, "--trace", other, "--trace", trace, "--plot", plot, "--workers", 1)
+    assert result.exit_code == 0, result.stderr
+    assert [name in result.stdout for name in (trace.name, other.name, "goodput", "TTFT")] == [True] * 4
+    assert "plotly" in plot.read_text()
+    engines = tmp_path / "fleet.yaml"
+    engines.write_text(FLEET)
+    swept = orjson.loads(run(trace, "--engines", engines, "--seeds", 2, "--workers", 1, "--json").stdout)
+    assert [each["replicas"] for each in swept["runs"]] == [3, 3]
+
+
+def short_trace() -> Trace:
+    """Two short prompts without sessions or blocks."""
+    columns: dict[str, Sequence[Any]] = {
+        "arrival_s": [0.0, 1.0],
+        "session": [-1, -1],
+        "input_tokens": [50, 60],
+        "output_tokens": [3, 4],
+    }
+    return trace_of({**columns, "tier": [0, 0]}, [[], []], 0)
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfmodel.adapters.sweeps._DASK_ANSWER_S", 1.0)
+    result = run(trace, "--seeds", 2, "--dask", f"tcp://127.0.0.1:{services.free_tcp_port()}")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("perf: no Dask scheduler answers at tcp://127.0.0.1:")
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    result = run(trace, "--seeds", 2, "--dask", "tcp://127.0.0.1:1")
+    assert (result.exit_code, result.stderr) == (
+        2, "perf: --dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`\n",
+    )  # fmt: skip
+
+
+def _started(*words: object) -> subprocess.Popen[str]:
+    """The command as a process that hears Ctrl-C, whatever the test run hears."""
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = f"{begin}import sys; sys.argv[0] = 'inferplane'; from controlplane.__main__ import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "perf", "simulate", *map(str, words)], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def _worked_s(pid: int) -> float:
+    """Seconds of CPU time of a process and its children."""
+    own = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
+
+@pytest.mark.parametrize("more", [(), ("--seeds", 4, "--workers", 2)], ids=["one run", "a sweep"])
+def test_an_interrupt_is_one_line_and_exit_130(trace: Path, more: tuple[object, ...]) -> None:
+    process = _started(
+        "--trace", trace, "--model", "Llama-3.1-8B", "--gpu", "h100", "--replicas", 4, "--duration-s", 10_000_000,
+        "--policy", "inferplane_route", *more,
+    )  # fmt: skip
+    while _worked_s(process.pid) < 7.0:  # importing takes 2 s in each process: it is simulating by then
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, complaint = process.communicate(timeout=30)
+    assert (process.returncode, said, complaint) == (130, "", "perf: interrupted\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback(trace: Path) -> None:
+    for more in ("--json", "--detail"):
+        process = _started("--trace", trace, "--model", "Llama-3.1-8B", "--gpu", "h100", more)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        complaint = process.stderr.read()
+        process.stderr.close()
+        assert (process.wait(60), complaint) == (1, "")
+
+
+def test_block_ids_that_are_hashes_can_be_copied(trace: Path, tmp_path: Path) -> None:
+    small = read_trace(trace)
+    hashed = tmp_path / "hashed.jsonl"
+    write_trace(replace(small, blocks=2**63 - 1 - small.blocks), hashed)
+    for copies in (1, 3):
+        assert told(run(hashed, "--copies", copies, "--json")) == told(run(trace, "--copies", copies, "--json"))

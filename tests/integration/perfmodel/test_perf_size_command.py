@@ -82,8 +82,10 @@ def test_the_table_and_the_plot(tmp_path: Path) -> None:
     drawn = tmp_path / "plan.html"
     done = size(spec(tmp_path), "--plot", str(drawn))
     assert done.exit_code == 0, done.output
-    assert "USD/h" in done.stdout and "Rejected" in done.stdout
-    assert "p90 " in done.stdout and " to " in done.stdout and "80 % band" in done.stdout
+    assert "USD/h" in done.stdout and "Not chosen" in done.stdout
+    assert "What would change the plan" in done.stdout and "costs_more" in done.stdout and "rows)" in done.stdout
+    assert "H100-SXM-80GB TP" in done.stdout, "names are not cut"
+    assert "TTFT p90" in done.stdout and " to " in done.stdout and "80 % band" in done.stdout
     assert "prices of different kinds" in done.stdout, "a reserved card beside a price of the spec is said"
     assert "Candidates that keep the promise" in drawn.read_text(encoding="utf-8")
 
@@ -177,6 +179,32 @@ def test_a_spec_that_is_no_yaml_or_not_there(tmp_path: Path) -> None:
     assert size(str(broken)).exit_code == 2
     gone = size(str(tmp_path / "gone.yaml"))
     assert gone.exit_code == 1 and "No such file" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: a\nslo: {}\nmodel: b\n", "the spec has model twice, on lines 1 and 3; expected each key once"),
+        ("load: {rate_p50_per_s: 1, rate_p50_per_s: 2}\n", "the spec has rate_p50_per_s twice, on line 1"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(text, encoding="utf-8")
+    done = size(str(path))
+    assert done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_spec_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    done = size(str(path))
+    assert done.exit_code == 2 and "is not UTF-8 text" in done.stderr
+
+
+def test_a_plot_without_a_folder_is_refused_before_the_search(tmp_path: Path) -> None:
+    done = size(str(tmp_path / "no spec is read.yaml"), "--plot", str(tmp_path / "gone" / "plan.html"))
+    assert done.exit_code == 2 and "expected a folder that exists" in done.stderr
 
 
 def test_classes_with_shares_of_one_load(tmp_path: Path) -> None:

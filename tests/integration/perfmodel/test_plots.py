@@ -85,3 +85,16 @@ def test_a_browser_that_draws_nothing_is_one_sentence(
 def test_another_name_is_one_sentence(name: str, sentence: str, figure: go.Figure, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         write_plot(figure, tmp_path / name)
+
+
+def test_what_is_no_file_that_can_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.html"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="expected a file that can be written"):
+        check_plot_path(folder)
+
+
+def test_without_plotly_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(PlotError, match=r"pip install 'inferplane\[perf\]'"):
+        check_plot_path(tmp_path / "plot.html")

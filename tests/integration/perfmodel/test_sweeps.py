@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from perfmodel.adapters.sweeps import run_sweep
+from perfmodel.adapters.sweeps import run_sweep, workers
 from perfmodel.errors import ConfigError, SweepError
 from tests import services
 
@@ -48,9 +49,17 @@ def add_up(job: Job) -> tuple[int, float]:
 JOBS = [Job(seed) for seed in range(12)]
 
 
-@pytest.fixture(scope="module")
-def dask_address() -> Iterator[str]:
-    """A scheduler and two workers on free ports."""
+@dataclass
+class Dask:
+    """A scheduler and its workers. Mutable: they can be killed."""
+
+    address: str
+    scheduler: subprocess.Popen[bytes]
+    workers: list[subprocess.Popen[bytes]]
+
+
+@contextmanager
+def _dask() -> Iterator[Dask]:
     port = services.free_tcp_port()
     address = f"tcp://127.0.0.1:{port}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
@@ -63,16 +72,18 @@ def dask_address() -> Iterator[str]:
         started.append(subprocess.Popen([*scheduler, *without], **quiet))  # type: ignore[call-overload]  # a dict of options
         workers = [[*worker, *without, "--host", "127.0.0.1"]] * 2
         started += [subprocess.Popen(command, **quiet) for command in workers]  # type: ignore[call-overload]  # as above
-        yield address
+        yield Dask(address, started[0], started[1:])
     finally:
-        for process in reversed(started):
-            process.terminate()
         for process in started:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def dask_address() -> Iterator[str]:
+    """A scheduler and two workers on free ports."""
+    with _dask() as cluster:
+        yield cluster.address
 
 
 def test_all_places_give_the_same_results_in_the_same_order(dask_address: str) -> None:
@@ -102,6 +113,63 @@ def test_a_worker_that_dies_is_one_sentence() -> None:
         run_sweep(add_up, [Job(0), Job(1, "killed"), Job(2)], worker_count=2)
 
 
+def add_slowly(factor: float, job: Job) -> tuple[int, float]:
+    """Long enough to kill a worker in the middle."""
+    time.sleep(0.2)
+    return job.seed, factor * job.seed
+
+
+def test_a_dask_worker_that_is_killed_in_the_middle_changes_nothing() -> None:
+    with _dask() as cluster, workers(cluster.address) as places:
+        told: list[int] = []
+
+        def count(number: int) -> None:
+            told.append(number)
+            if len(told) == 3:
+                cluster.workers[0].kill()
+
+        assert places.map(add_slowly, 3.0, JOBS, count) == [add_slowly(3.0, job) for job in JOBS]
+        assert len(told) == len(JOBS)
+
+
+@pytest.mark.parametrize("lost", ["all workers", "the scheduler"])
+def test_a_dask_cluster_that_goes_away_is_one_sentence(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perfmodel.adapters.sweeps._DASK_WORKER_S", 3.0)
+    with _dask() as cluster, pytest.raises(SweepError) as caught, workers(cluster.address) as places:
+        doomed = cluster.workers if lost == "all workers" else [cluster.scheduler]
+
+        def end(_: int) -> None:
+            for process in doomed:
+                process.kill()
+
+        places.map(add_slowly, 3.0, JOBS, end)
+    said = str(caught.value)
+    assert said.startswith(f"the Dask cluster at {cluster.address} has gone away (") and said.endswith(
+        "expected it to stay up"
+    )
+
+
+def test_without_dask_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ConfigError) as caught:
+        run_sweep(add_up, JOBS, dask="tcp://127.0.0.1:1")
+    assert str(caught.value) == ("--dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`")
+
+
+def test_workers_serve_several_sweeps_and_send_what_is_shared() -> None:
+    wanted = [add_slowly(2.0, job) for job in JOBS[:3]]
+    for count in (1, 2):
+        with workers(worker_count=count) as places:
+            assert places.map(add_slowly, 2.0, JOBS[:3]) == wanted
+            assert places.map(add_slowly, 2.0, JOBS[:3]) == wanted
+
+
+@pytest.mark.parametrize(("dask", "count"), [(None, 0), ("tcp://127.0.0.1:1", 2)])
+def test_a_bad_number_of_workers_is_one_sentence(dask: str | None, count: int) -> None:
+    with pytest.raises(ConfigError, match="--workers"), workers(dask, count):
+        pass
+
+
 def test_no_job_is_no_result() -> None:
     assert run_sweep(add_up, [], worker_count=2) == []
 
@@ -116,14 +184,17 @@ def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyP
 
 
 _INTERRUPTED = """
+import signal
 import time
 import typer
 from perfmodel.adapters import perf_output
-from perfmodel.adapters.sweeps import run_sweep
+from perfmodel.adapters.sweeps import run_sweep, workers
 def main() -> None:
     with perf_output.guard():
         run_sweep(time.sleep, [0.01, 600.0, 600.0], worker_count=2, done=lambda _: print("one", flush=True))
 if __name__ == "__main__":
+    # A test run in a shell's background would hand on that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     typer.run(main)
 """
 

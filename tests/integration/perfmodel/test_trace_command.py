@@ -92,6 +92,18 @@ def test_statistics_are_a_table_for_people(tmp_path: Path) -> None:
         (["--profile", "batch", "--batch-kind", "x", "--out", "t.jsonl"], "--batch-kind is 'x'; expected one of"),
         (["--profile", "chat", "--out", "t.csv"], "--out is t.csv; expected a file name that ends in .jsonl"),
         (["--profile", "code", "--rate", "1e-9", "--out", "t.jsonl"], "--rate is 1e-09; expected enough for one"),
+        (["--profile", "agent", "--hours", "1e-6", "--out", "t.jsonl"], "--rate is 1.0; expected enough for one"),
+        (["--profile", "chat", "--hours", "1e300", "--out", "t.jsonl"], "--hours is 1e+300; expected at most 277,778"),
+        (["--profile", "chat", "--hours", "nan", "--out", "t.jsonl"], "--hours is nan; expected more than 0"),
+        (
+            ["--profile", "chat", "--block-tokens", "1" + 30 * "0", "--out", "t.jsonl"],
+            f"--block-tokens is {10**30}; expected at most 4,000,000",
+        ),
+        (["--profile", "api", "--tenants", "1000001", "--out", "t.jsonl"], "--tenants is 1000001; expected at most 1,"),
+        (
+            ["--profile", "chat", "--rate", "500000", "--out", "t.jsonl"],
+            "--rate is 500000, which is 1,800,000,000 requests in 1 hours: about 1,080.0 GB of memory, and ",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(

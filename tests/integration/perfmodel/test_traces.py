@@ -91,13 +91,21 @@ def test_the_published_schema_is_read(tmp_path: Path) -> None:
         ({**GOOD, "blocks": [0, "1"]}, 'line 2: blocks is [0,"1"]; expected a list of integers or null'),
         ({**GOOD, "blocks": [0, 2**63]}, "line 1 or later: a block id is beyond 64 bits; expected 0 to 2^63 - 1"),
         ({**GOOD, "block_tokens": 16}, "line 2: block_tokens is 16; expected 10, as on the lines above"),
-        ({**GOOD, "block_tokens": 0}, "line 2: block_tokens is 0; expected an integer of at least 1"),
+        (
+            {**GOOD, "block_tokens": 0},
+            "line 2: block_tokens is 0; expected an integer of at least 1, at most 4,000,000",
+        ),
+        (
+            {**GOOD, "isl": 9, "blocks": [], "block_tokens": 10**12},
+            "line 2: block_tokens is 1000000000000; expected an integer of at least 1, at most 4,000,000",
+        ),
         ({**GOOD, "session": 4}, "line 2: session is 4; expected a string or null"),
         (
             {**GOOD, "tier": "gold"},
             'line 2: tier is "gold"; expected one of chat, agent, code, batch, api, realtime',
         ),
-        ({**GOOD, "think_s": -2}, "line 2: think_s is -2.0; expected 0 or more seconds"),
+        ({**GOOD, "think_s": -2}, "line 2: think_s is -2.0; expected 0 or more seconds, at most a billion"),
+        ({**GOOD, "think_s": 1e300}, "line 2: think_s is inf; expected 0 or more seconds, at most a billion"),
         (
             {"timestamp": 1, "input_length": 5, "tier": "chat"},
             "line 2: t, isl, osl missing; expected an object with t, session, isl, osl, blocks, block_tokens, tier; "
@@ -112,6 +120,17 @@ def test_a_bad_line_is_one_sentence(second: dict[str, Any] | str, sentence: str,
     with pytest.raises(ConfigError) as caught:
         read_trace(path)
     assert str(caught.value) == f"{path}: {sentence}"
+
+
+def test_a_trace_of_two_models_is_refused(tmp_path: Path) -> None:
+    named = {**GOOD, "model": "Llama-3.1-8B"}
+    assert len(read_trace(written(tmp_path / "one.jsonl", named, named, GOOD))) == 3
+    path = written(tmp_path / "two.jsonl", named, {**named, "model": "Qwen3-8B"})
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path)
+    assert str(caught.value) == (
+        f'{path}: line 2: model is "Qwen3-8B"; expected "Llama-3.1-8B", as on the lines above: a trace is for one model'
+    )
 
 
 def test_a_line_that_is_no_json_is_one_sentence(tmp_path: Path) -> None:

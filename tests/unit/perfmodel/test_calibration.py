@@ -13,11 +13,20 @@ from perfmodel.adapters.catalog import Catalog, load_catalog
 from perfmodel.adapters.coefficient_file import CoefficientFile, dump_coefficients, load_coefficients
 from perfmodel.adapters.measured import configured, usable_rows
 from perfmodel.calibration.fit import Observation, Penalties, Problem, Scheme, cross_validate, fit, folds, predict
-from perfmodel.calibration.validation import error_table, first_factors
+from perfmodel.calibration.validation import (
+    Measured,
+    Predicted,
+    error_table,
+    first_factors,
+    saturation,
+    saturation_misses,
+)
 from perfmodel.coefficients import ERA_LEVERS, GENERATION_LEVERS, Coefficients, Lever, bounds
 from perfmodel.errors import ConfigError
+from perfmodel.estimate import Point
 from perfmodel.steady import Steady, settle
 from perfmodel.step_terms import TERMS, Term
+from perfmodel.step_time import Bound
 
 # What one set of coefficients may have (the limits): global values are terms, formats and benchmark shares.
 MOST_GLOBAL, MOST_PER_ERA, MOST_PER_GENERATION = 25, 6, 4
@@ -150,6 +159,55 @@ def test_rows_that_cannot_be_true_are_refused_with_the_reason(catalog: Catalog) 
         refused, ("exclude", "units", "Little's law", "weight read", "peak FLOPS", "device"), strict=True
     ):
         assert row.reason.startswith(words)
+
+
+def test_saturation_is_told_by_precision_recall_and_cause(catalog: Catalog) -> None:
+    row = {
+        "gpu": "H100-SXM-80GB", "model": "Llama-3.3-70B", "engine": "vllm", "date": "2025-10", "weight_dtype": "fp8",
+        "tp": "4", "n_gpus": "4", "isl": "1000", "osl": "1000", "concurrency_or_batch": "8", "scenario": "closed_loop",
+        "lengths": "fixed",
+    }  # fmt: skip
+    split = {
+        "disagg(prefill_gpus/decode_gpus or blank)": "4/4", "prefill_layout": "1x(tp4)", "decode_layout": "1x(tp4)",
+    }  # fmt: skip
+    crowd = {"concurrency_or_batch": "20000"}
+    cases: tuple[tuple[dict[str, str], float, float], ...] = (
+        ({}, 20.0, 30.0),
+        ({}, 2.0, 1.0),
+        ({}, 9.0, 11.0),
+        (split, 20.0, 1.0),
+        (crowd, 3.0, 40.0),
+        ({"scenario": "agentic"}, 5.0, 40.0),
+        ({}, 1.0, 50.0),
+    )
+    answers = []
+    for changes, made_s, seen_s in cases:
+        asked = configured({**row, **changes}, catalog)
+        one = Measured(asked, "d", "m", "c", "s", ttft_s=seen_s, tpot_s=None, output_tok_per_s=None)
+        answers.append(Predicted(one, Scheme.PAIR, Point(made_s, 0.01, 1.0, Bound.WEIGHTS, 1.0)))
+    figures = saturation(answers)
+    assert (figures["count"], figures["precision_ratio"], figures["recall_ratio"]) == (5, 1 / 2, 1 / 5)
+    # One of the missed was measured so near the threshold that a second run might have said otherwise.
+    assert figures["far_recall_ratio"] == 1 / 4
+    assert saturation_misses(answers) == {
+        "agentic": {"missed": 1, "false": 0},
+        "disaggregated": {"missed": 0, "false": 1},
+        "kv_room": {"missed": 1, "false": 0},
+        "near_threshold": {"missed": 1, "false": 0},
+        "other": {"missed": 1, "false": 0},
+    }
+    assert math.isnan(saturation([])["precision_ratio"])
+
+
+def test_agents_whose_turns_littles_law_gives_are_no_points_of_the_fit(catalog: Catalog) -> None:
+    row = {
+        "gpu": "B200-SXM-180GB", "model": "gpt-oss-120b", "engine": "vllm", "date": "2026-06", "tp": "2", "n_gpus": "2",
+        "isl": "40000", "osl": "800", "concurrency_or_batch": "8", "scenario": "agentic", "prefix_hit_ratio": "0.9",
+    }  # fmt: skip
+    for rate, points in (("0.1", False), ("", True)):
+        asked = configured({**row, "request_rate": rate}, catalog)
+        one = Measured(asked, "d", "m", "c", "s", ttft_s=1.0, tpot_s=0.02, output_tok_per_s=None)
+        assert (one.observation() is not None) is points
 
 
 def test_nothing_to_fit_is_said() -> None:

@@ -166,7 +166,7 @@ def test_break_even_prices_change_the_plan() -> None:
     setting = Setting(choices=ONLY_TOGETHER, offers=OFFERS[:2])
     found = answer(setting)
     assert found.plan is not None
-    for one in break_evens(found, setting.offers):
+    for one in break_evens(problem(setting), found):
         assert one.usd_per_h is not None
         for factor, changed in ((0.97, not one.in_plan), (1.03, one.in_plan)):
             offers = tuple(
@@ -177,20 +177,51 @@ def test_break_even_prices_change_the_plan() -> None:
             assert (other.device_counts != found.plan.device_counts) == changed, one.offer_name
 
 
+def test_break_even_prices_of_two_groups_change_the_plan() -> None:
+    big = traffic("big", replace(DEMAND, rate_p50_per_s=1, rate_p90_per_s=1), Slo(3000, 60), "Llama-3.1-70B")
+    setting = Setting(
+        classes=(traffic("small"), big),
+        offers=OFFERS[:2],
+        choices=replace(ONLY_TOGETHER, tensor_parallel_count=(1, 2, 4)),
+    )
+    found = answer(setting)
+    assert found.plan is not None and len(found.plan.candidates) == 2
+    told = [one for one in break_evens(problem(setting), found) if one.usd_per_h is not None]
+    assert told
+    for one in told:
+        assert one.usd_per_h is not None
+        # A dearer device of the plan, or a cheaper one that is not in it, changes the plan just beyond the price.
+        beyond = one.usd_per_h * (1.02 if one.in_plan else 0.98)
+        offers = tuple(
+            replace(each, usd_per_h=beyond) if each.name == one.offer_name else each for each in setting.offers
+        )
+        assert plan_of(replace(setting, offers=offers)).device_counts != found.plan.device_counts
+
+
 def test_the_nearest_promise_that_changes_the_plan() -> None:
     setting = Setting(choices=ONLY_TOGETHER, offers=OFFERS[:2])
     asked = problem(setting)
     plan = plan_of(setting)
-    for flip in slo_flips(asked, plan):
-        assert flip.field in ("slo.ttft_ms", "slo.tpot_ms")
+    flips = [flip for flip in slo_flips(asked, plan) if flip is not None]
+    assert flips
+    (one,) = setting.classes
+    for flip in flips:
+        field = flip.field.removeprefix("slo.")
         looser = float(flip.value) > float(flip.was)
         assert flip.usd_per_h is None or (flip.usd_per_h < plan.usd_per_h) == looser
+        assert abs(float(flip.stays) / float(flip.value) - 1) < 0.05, "the flip is brought near"
+        at, stays = (
+            size(problem(replace(setting, classes=(replace(one, slo=replace(one.slo, **{field: float(value)})),)))).plan
+            for value in (flip.value, flip.stays)
+        )
+        assert (None if at is None else at.usd_per_h) == flip.usd_per_h, "what is told is what a search finds there"
+        assert stays is not None and stays.usd_per_h == pytest.approx(plan.usd_per_h), "just before it the plan stays"
     # What a change leads to may be the plan that is told already: then nothing changes.
-    for flip in slo_flips(asked, plan):
+    for flip in flips:
         usd_per_h = flip.usd_per_h
         if usd_per_h is not None and usd_per_h > plan.usd_per_h:
             told = replace(plan, usd_per_h=usd_per_h)
-            again = [each for each in slo_flips(asked, plan, told) if each.field == flip.field]
+            again = [each for each in slo_flips(asked, plan, told) if each is not None and each.field == flip.field]
             assert all(each.usd_per_h != usd_per_h for each in again)
 
 

@@ -52,6 +52,32 @@ def test_one_client_pays_front_end_prefill_and_one_step_a_token() -> None:
     assert run.input_tokens.size == 10
 
 
+def test_launches_of_a_prompt_step_hide_behind_the_device() -> None:
+    # A step of 11 ms under launches of 60 ms takes the root of both squares; decode steps are in graphs.
+    run = replay_requests(engine(launch_s=0.060), closed(1, 100, 3, count=1), seed=1)
+    assert run.ttft_s[0] == pytest.approx(math.hypot(0.011, 0.060))
+    assert run.end_s[0] - run.ttft_s[0] == pytest.approx(2 * 0.0011)
+    # A step of 101 ms hides most of them.
+    long = replay_requests(engine(launch_s=0.060), closed(1, 1000, 1, count=1), seed=1)
+    assert long.ttft_s[0] == pytest.approx(math.hypot(0.101, 0.060))
+    split = SplitEngine(engine(launch_s=0.060), engine(), 0.0, math.inf)
+    first_s = replay_split(split, closed(1, 100, 2, count=1), seed=1).ttft_mean_ms / 1e3
+    assert first_s == pytest.approx(math.hypot(0.011, 0.060) + 0.0011)
+
+
+def test_each_prefill_worker_tokenises_for_itself() -> None:
+    front = FrontEnd(prompt_token_s=0.001)
+    scenario = closed(4, 100, 2, count=4)
+
+    def last_ms(workers: int) -> float:
+        split = SplitEngine(engine(front_end=front, replicas=workers), engine(), 0.0, math.inf)
+        return replay_split(split, scenario, seed=1).ttft_p99_ms
+
+    # One after the other, 100 ms each; four side by side are through after about one.
+    assert last_ms(1) > 400
+    assert last_ms(4) < 200
+
+
 def test_decode_runs_taken_in_closed_form_sum_the_growing_context() -> None:
     steps = PlainSteps(context_s=1e-6)
     run = replay_requests(engine(step=steps), closed(1, 50, 201, count=1), seed=1)

@@ -11,13 +11,16 @@ import pytest
 
 from perfmodel.errors import ConfigError
 from perfmodel.harness import ArrivalLaw, HarnessScenario, replay, replay_requests
-from perfmodel.queueing import closed_loop, open_loop
+from perfmodel.queueing.loops import closed_loop, open_loop
 from perfmodel.serving import FrontEnd, LengthLaw, Lengths, SchedulingOrder, Served, ServingEngine
 from perfmodel.step_time import BatchShape
-from tests.bench.bench_queueing import BARS, GRID, GridSteps, Point, compare
+from tests.bench.bench_queueing import BARS, GRID, TPOT_BAR, GridSteps, Point, compare
 
-# Every eleventh point: it meets each load, length, law, order and slot count.
-PART = GRID[::11]
+# Every eleventh of the plain points (each load, length, law, order and slot count), and of the calibrated engines those
+# below 0.9 every thirteenth: a queue near capacity needs longer runs than a test has.
+PLAIN = [point for point in GRID if point.kind == "plain"]
+CALIBRATED = [point for point in GRID if point.judged and point.kind != "plain" and point.utilisation < 0.9]
+PART = [*PLAIN[::11], *CALIBRATED[::13]]
 
 
 def engine(**fields: object) -> ServingEngine:
@@ -36,14 +39,19 @@ LENGTHS = Lengths(1024, 256)
 
 def test_the_part_of_the_grid_meets_every_value() -> None:
     for field in ("input_tokens", "output_tokens", "law", "order", "slots", "utilisation"):
-        assert {getattr(point, field) for point in PART} == {getattr(point, field) for point in GRID}
+        assert {getattr(point, field) for point in PART[: len(PLAIN[::11])]} == {
+            getattr(point, field) for point in PLAIN
+        }
+    for field in ("input_tokens", "output_tokens", "law", "order", "slots", "model", "chunk_tokens", "cached_ratio"):
+        assert {getattr(point, field) for point in PART} == {getattr(point, field) for point in [*PLAIN, *CALIBRATED]}
 
 
 @pytest.mark.parametrize("point", PART, ids=str)
 def test_mean_ttft_is_within_the_bar_of_the_simulated_one(point: Point) -> None:
-    compared = compare(point, request_count=12_000)
+    compared = compare(point, request_count=12_000, seeds=2)
     assert abs(compared.mean_error) <= BARS[point.utilisation]
-    assert abs(compared.tpot_error) <= 0.15
+    assert abs(compared.tpot_error) <= TPOT_BAR
+    assert abs(compared.rate_error) <= 0.05
 
 
 def test_an_almost_idle_engine_has_the_ttft_of_one_prompt() -> None:
@@ -112,7 +120,7 @@ def test_capacity_is_what_a_full_queue_drains_at(case: tuple[int, int, int, int]
     )
 
 
-@pytest.mark.parametrize("load_ratio", [0.5, 0.7])
+@pytest.mark.parametrize("load_ratio", [0.5, 0.7, 0.9])
 def test_a_prompt_beyond_the_budget_waits_as_in_its_replay(load_ratio: float) -> None:
     lengths = Lengths(2000, 300)
     chunked = engine(max_batched_tokens=2048)
@@ -120,8 +128,8 @@ def test_a_prompt_beyond_the_budget_waits_as_in_its_replay(load_ratio: float) ->
     scenario = HarnessScenario(lengths, ArrivalLaw.OPEN_LOOP, rate_per_s=rate, request_count=12_000)
     run = replay_requests(chunked, scenario, seed=1)
     told = open_loop(chunked, lengths, rate)
-    assert told.ttft_mean_ms == pytest.approx(run.ttft_s[1200:].mean() * 1e3, rel=0.25)
-    assert told.tpot_mean_ms == pytest.approx(run.tpot_s[1200:].mean() * 1e3, rel=0.15)
+    assert told.ttft_mean_ms == pytest.approx(run.ttft_s[1200:].mean() * 1e3, rel=BARS[load_ratio])
+    assert told.tpot_mean_ms == pytest.approx(run.tpot_s[1200:].mean() * 1e3, rel=TPOT_BAR)
 
 
 def test_replicas_share_the_rate_and_smooth_it() -> None:

@@ -118,6 +118,22 @@ def test_layouts_make_two_pools(catalog: Catalog) -> None:
     assert parse_layout("nothing") == ()
 
 
+def test_clients_of_a_layout_are_its_decode_slots(catalog: Catalog) -> None:
+    split = {
+        "disagg(prefill_gpus/decode_gpus or blank)": "8/32", "prefill_layout": "1x(tp8,dp1,moe_tp1,ep1,bs1)",
+        "decode_layout": "2x(tp1,dp16,moe_tp1,ep1,bs4)", "n_gpus": "40",
+    }  # fmt: skip
+    said = made(catalog, **split)
+    assert (said.concurrency, "concurrency" in said.assumed) == (8, False)
+    blank = made(catalog, **split, concurrency_or_batch="")
+    assert blank.concurrency == 2 * 16 * 4
+    assert dict(blank.imputed)["concurrency"] == "128"
+    offered = made(catalog, **split, concurrency_or_batch="", request_rate="2", scenario="open_loop")
+    assert offered.concurrency is None
+    bare = {**split, "decode_layout": "2x(tp1,dp16)"}
+    assert made(catalog, **bare, concurrency_or_batch="").concurrency is None
+
+
 def test_a_group_across_nodes_uses_the_slower_link(catalog: Catalog) -> None:
     wide = made(catalog, model="DeepSeek-R1", tp="16", n_gpus="16").decode
     assert wide.spans_nodes

@@ -10,7 +10,9 @@ import pytest
 from perfmodel.errors import ConfigError
 from perfmodel.search.cheapest import Sized, size
 from perfmodel.search.plan import (
+    EngineOption,
     Fleet,
+    Offer,
     Plan,
     PoolPlan,
     PoolRole,
@@ -20,7 +22,7 @@ from perfmodel.search.plan import (
     SpareRule,
     Topology,
 )
-from perfmodel.search.rating import Rater
+from perfmodel.search.rating import Memory, Rater
 from tests.fakes.sizing import (
     CARD,
     CHEAP,
@@ -29,6 +31,7 @@ from tests.fakes.sizing import (
     FAST,
     OFFERS,
     SLO,
+    RooflineSteps,
     Setting,
     offer,
     problem,
@@ -120,6 +123,46 @@ def test_a_promise_below_the_physical_bound_says_the_bound(slo: Slo, reason: Rej
     assert found.plan is None and found.impossible is not None
     assert reason in reasons(found)
     assert words in found.impossible.sentence
+
+
+def test_a_promise_below_the_bound_is_told_before_anything_is_asked_of_an_engine() -> None:
+    def never(option: EngineOption) -> RooflineSteps:
+        raise AssertionError(f"{option.key} was asked")
+
+    found = size(replace(problem(Setting(classes=(traffic(slo=Slo(2, 40)),))), steps=never))
+    assert found.impossible is not None and found.considered_count == 0 and found.rejections
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        ((offer(FAST, 2.0, inventory=0),), "one replica takes 1 fast, the inventory has none"),
+        ((offer(FAST, 2.0, inventory=2),), "the closest is fast TP2, fp8 weights, bf16 KV"),
+    ],
+)
+def test_a_model_that_nothing_holds_is_one_sentence(offers: tuple[Offer, ...], words: str) -> None:
+    model = "Llama-3.1-8B" if offers[0].inventory_count == 0 else "Llama-3.1-405B"
+    found = size(problem(Setting(classes=(traffic(model=model),), offers=offers)))
+    assert found.impossible is not None and words in found.impossible.sentence
+
+
+def test_an_inventory_without_a_whole_unit_is_refused() -> None:
+    found = sized(Setting(offers=(offer(FAST, 2.0, inventory=7, unit=8),)))
+    assert found.impossible is not None and RejectionReason.INVENTORY in reasons(found)
+    assert "whole units of the inventory hold 0" in found.impossible.sentence
+
+
+def test_the_work_does_not_grow_with_the_inventory() -> None:
+    def asked(inventory: int) -> tuple[int, list[tuple[str, ...]]]:
+        memory = Memory()
+        offers = tuple(replace(each, inventory_count=inventory) for each in OFFERS)
+        found = size(replace(problem(Setting(offers=offers)), memory=memory))
+        assert found.plan is not None
+        return len(memory.answers), [each.key for each in found.plan.candidates]
+
+    (few, small), (many, large) = asked(1_000), asked(1_000_000)
+    assert large == small
+    assert many <= 1.1 * few, "a search of a thousand times the stock asks no more but for a few"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_good_trace_passes() -> None:
         ("output_tokens", 1, -2, "line 2: osl is -2; expected 1 to 4,000,000"),
         ("session", 4, -3, "line 5: session is -3; expected -1 (none) or more"),
         ("tier", 0, 9, "line 1: tier is 9; expected 0 to 5"),
-        ("think_s", 2, -0.5, "line 3: think_s is -0.5; expected 0 or more seconds"),
+        ("think_s", 2, -0.5, "line 3: think_s is -0.5; expected 0 or more seconds, at most a billion"),
         ("blocks", 5, -7, "line 3: a block id is -7; expected 0 or more"),
         ("input_tokens", 2, 40, "line 3: blocks has 3 ids; expected 4, the full blocks of isl 40 at 10 tokens"),
     ],
@@ -122,6 +122,16 @@ def test_copies_say_what_they_cannot_be() -> None:
         list(Copies(small(), 1, 1).windows(0))
     with pytest.raises(ConfigError, match="session numbers"):
         Copies(small(), 2**30, 1)
+
+
+def test_large_block_ids_are_made_small_with_the_same_sharing() -> None:
+    hashed = replace(small(), blocks=2**63 - 1 - small().blocks * 7)
+    with pytest.raises(ConfigError, match=r"expected block ids below 2\^63 in all copies"):
+        Copies(hashed, 2, 0)
+    made = hashed.with_small_block_ids()
+    assert made.blocks.tolist() == [5, 4, 5, 3, 5, 4, 2, 5, 3, 1, 0]
+    assert statistics(made).prefix == statistics(small()).prefix
+    assert len(Copies(made, 1000, 0).whole()) == 5000
 
 
 def test_one_copy_is_the_trace() -> None:

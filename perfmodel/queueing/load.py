@@ -1,0 +1,219 @@
+"""The fixed point of batch, step time and waiting prompts under a load, compiled as one call.
+
+Owns: what settles under an open load (first tokens, seconds per token, batch), the wait for a sequence slot, and the
+rate of a closed one. Does not own: the parts (`work`, `chain`, `tagged`) or the clients' figures (`loops`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perfmodel.compiled import compiled
+from perfmodel.queueing.chain import Waiting, waiting
+from perfmodel.queueing.laws import NODES, WEIGHTS, Arrivals, erlang_c
+from perfmodel.queueing.tagged import Met, tagged
+from perfmodel.queueing.work import (
+    Work,
+    alone_s,
+    decode_s,
+    fullest,
+    present,
+    prompt_s,
+    solve_present,
+    token_s,
+)
+
+# Bisection rounds; each halves the error, which starts below a factor of two.
+_ROUNDS = 40
+
+# Points of the first round, whose answer only corrects the second.
+_FIRST_POINTS = 96
+
+# The mean wait for a slot over (Ca2 + Cs2) / 2 over the spare rate: answers overlap, so a slot is not freed one by one.
+_WAIT_FACTOR = 1.2
+
+# Power of 1 / (1 - prefill share) in the variance of the number present: between 1 (each arrival's noise on its own)
+# and 2 (fully shared); fitted on the bench's grid, as are the next three.
+_SHARED_POWER = 1.5
+
+# Of what bursts add to the variance of the number present, the part that a wait for a slot sees; and the square root of
+# the arrivals in a wait at which counts vary halfway between Poisson's and their gaps' variation.
+_BURST_PART = 0.6
+_BURST_ARRIVALS = 0.4
+
+# Power of the spread of the number present with which a token sees more of them than a step does, and the share of
+# their number that it is at most.
+_SEEN_POWER, _SEEN_RATIO = 0.7, 0.3
+
+
+class Load(NamedTuple):
+    """Requests per second of one replica, squared variations of gaps, prompts and answers, and the rate it carries."""
+
+    rate_per_s: float
+    gap_cv2: float
+    input_cv2: float
+    output_cv2: float
+    capacity_per_s: float
+
+
+class Settled(NamedTuple):
+    """Seconds per output token in the mean over requests, and decodes in a step."""
+
+    tpot_s: float
+    batch: float
+
+
+@compiled
+def _dispersion(load: Load, wait_s: float) -> float:
+    """Variance over mean of the arrivals in such a wait: gaps that vary more than Poisson's show it with time only."""
+    if load.gap_cv2 <= 1.0:
+        return float(load.gap_cv2)
+    arrivals = math.sqrt(load.rate_per_s * wait_s)
+    return float(1.0 + (load.gap_cv2 - 1.0) * arrivals / (arrivals + _BURST_ARRIVALS))
+
+
+@compiled
+def _spread(work: Work, there: float, rate_per_s: float) -> float:
+    """Variance over mean of the number present under Poisson arrivals.
+
+    It varies more than a Poisson count, because each arrival's prompt slows all who decode (1 / (1 - prefill share), in
+    amplitude) and steps get longer the more are present (1 / (1 - elasticity), linear noise around the fixed point).
+    """
+    stay, longer = present(work, there, rate_per_s), present(work, 1.1 * there, rate_per_s)
+    # Past the point where the fixed point runs away there is no slope to take: as steep as the bound allows.
+    elasticity = min(max((longer / stay - 1) / 0.1, 0.0), 0.9) if math.isfinite(longer) else 0.9
+    slowed = min(rate_per_s * prompt_s(work, there, rate_per_s), 0.9)
+    return float(1 / ((1 - slowed) ** _SHARED_POWER * (1 - elasticity)))
+
+
+@compiled
+def _slot_wait(work: Work, there: float, load: Load, sample: NDArray[np.float64]) -> None:
+    """Let the sample wait for sequence slots: a queue of as many servers as the engine holds sequences.
+
+    Erlang's chance to wait at the mean number present, servers and load both divided by the spread of that number
+    (Hayward); the mean wait of those who do is (Ca2 + Cs2) / 2 over the spare rate. Who waits for a slot stands in
+    the queue of prompts meanwhile: the longer wait of both counts.
+    """
+    spread = _spread(work, there, load.rate_per_s)
+    spread *= max(0.3, 1.0 + _BURST_PART * (load.gap_cv2 - 1.0) / (1.0 + load.output_cv2))
+    chance = erlang_c(max(1, round(work.most_sequences / spread)), there / spread)
+    wait_s = _WAIT_FACTOR * (load.gap_cv2 + load.output_cv2) / 2 / (load.capacity_per_s - load.rate_per_s)
+    lone_s = alone_s(work, there)
+    for point in range(sample.size):
+        order = (0.5 + point * 0.6180339887498949) % 1.0  # the golden ratio: even over any run of points
+        if order < chance:
+            late_s = -wait_s * math.log(max(1e-12, order / chance))
+            sample[point] = max(sample[point], lone_s) + max(0.0, late_s - max(0.0, sample[point] - lone_s))
+
+
+@compiled
+def _extra_s(work: Work, batch: float, queue: Waiting, met: Met, rate_per_s: float) -> float:
+    """Seconds by which the prompts left behind a first token hold up its answer, if it never ended.
+
+    Each unit of work takes its time and brings that of who comes meanwhile.
+    """
+    units = queue.layout.step_units
+    full_s = queue.lengths_s[units]
+    unit_s = full_s / units if work.prefill_first else (full_s - queue.lengths_s[0]) / units
+    usual = 0.0 if work.prefill_first else queue.mean_units
+    flow = rate_per_s * queue.layout.prompt_units
+    extra_s = unit_s * (met.behind_units - usual) / max(1e-3, 1.0 - flow * unit_s)
+    if work.prefill_first:
+        # Once all slots are taken no prompt runs before a decode; its last token waits for none.
+        extra_s = min(extra_s, max(0.0, work.most_sequences - batch) * alone_s(work, 0.0))
+        extra_s -= queue.mean_s / queue.none_ratio - decode_s(work, batch)
+    return float(extra_s)
+
+
+@compiled
+def _held_up_s(work: Work, queue: Waiting, met: Met, extra_s: float, output_cv2: float) -> float:
+    """The same per token, in the mean over answers, of which short ones end before the queue is gone.
+
+    The steps' excess over their mean decays from that of the first one so that its sum is `extra_s`.
+    """
+    sigma = math.sqrt(math.log1p(output_cv2))
+    gap_s, total_s = met.next_s - queue.mean_s, 0.0
+    for node in range(5):
+        steps = max(1.0, work.answer_tokens * math.exp(NODES[node] * sigma - sigma * sigma / 2) - 1.0)
+        if work.prefill_first:
+            held_s = extra_s
+        elif extra_s * gap_s > 0.0 and abs(gap_s) < abs(extra_s):
+            held_s = extra_s * (1.0 - (1.0 - gap_s / extra_s) ** steps)
+        else:
+            held_s = gap_s
+        total_s += WEIGHTS[node] * held_s / steps
+    return total_s
+
+
+@compiled
+def _swing_s(work: Work, batch: float, seen: float, rate_per_s: float) -> float:
+    """Seconds by which a token takes longer beside `seen` decodes than beside `batch`."""
+    token, seen = token_s(work, batch, rate_per_s), min(fullest(work), max(batch, seen))
+    return max(0.0, min(token_s(work, seen, rate_per_s) - token, 2.0 * token))
+
+
+@compiled
+def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+    """What settles at a rate that is carried. Fills `sample` with seconds from visible to first token.
+
+    The steps of the closed form give the first batch; the chain's mean step corrects it.
+    """
+    rate, steps = load.rate_per_s, max(0.0, work.answer_tokens - 1.0)
+    sigma = math.sqrt(math.log1p(load.input_cv2))
+    longer, wait_s, empty = 1.0, alone_s(work, 0.0), -1.0
+    token, batch, decodes = 0.0, 0.0, 0.0
+    for points in (_FIRST_POINTS, sample.size):
+        there = solve_present(work, rate, longer)
+        decodes = rate * steps * token_s(work, there, rate) * longer if steps > 0.0 else 0.0
+        if empty < 0.0:
+            empty = max(0.0, 1.0 - rate * alone_s(work, decodes))
+        idle = empty * math.exp(-decodes)
+        batch = min(fullest(work), decodes / (1.0 - idle)) if decodes > 0.0 else 0.0
+        arrivals = Arrivals(rate, _dispersion(load, wait_s), sigma)
+        queue = waiting(work, batch, arrivals)
+        met = tagged(work, arrivals, queue, idle, sample[:points])
+        token = queue.mean_s / queue.none_ratio if work.prefill_first else queue.mean_s
+        longer = token / token_s(work, batch, rate)
+        wait_s, empty = sample[:points].mean(), queue.none_time_ratio
+    extra_s = _extra_s(work, batch, queue, met, rate)
+    tpot_s = token + _held_up_s(work, queue, met, extra_s, load.output_cv2)
+    # A token is made in a step of more decodes than the mean step has: one more, or as many as their number varies.
+    bursts = max(1.0 + (load.gap_cv2 - 1.0) / (1.0 + load.output_cv2), 0.3)
+    varies = min(_spread(work, max(decodes, 0.5), rate) ** _SEEN_POWER, 1.0 + _SEEN_RATIO * decodes)
+    if work.prefill_first:  # who came together stays together: prompts of others hold up all of them
+        varies = _spread(work, max(decodes, 0.5), rate)
+    varies = max(varies, bursts)
+    waits_s = tpot_s + longer * _swing_s(work, batch, decodes + bursts, rate)
+    _slot_wait(work, rate * (steps * waits_s + alone_s(work, batch)), load, sample)
+    tpot_s += longer * _swing_s(work, batch, decodes + varies, rate)
+    return Settled(tpot_s, batch)
+
+
+@compiled
+def closed_rate(work: Work, inside: float) -> float:
+    """The rate at which `inside` sequences are always present (Little's law), by bisection: it rises with the rate."""
+    low, high = 0.0, 1.0 / alone_s(work, 0.0)
+    while present(work, inside, high) < inside:
+        low, high = high, 2 * high
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        if present(work, inside, middle) < inside:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+@compiled
+def settle_closed(work: Work, inside: float, load: Load, sample: NDArray[np.float64]) -> Settled:
+    """As `settle`, for `inside` sequences that are always present: the waves after the first, with random arrivals."""
+    rate = load.rate_per_s
+    batch = inside - min(inside, rate * alone_s(work, inside))
+    others = rate * (inside - 1.0) / inside
+    arrivals = Arrivals(others, 1.0, math.sqrt(math.log1p(load.input_cv2)))
+    tagged(work, arrivals, waiting(work, batch, arrivals), 0.0, sample)
+    return Settled(token_s(work, batch, rate), batch)
