@@ -93,8 +93,9 @@ def price(speed: Speed, load: Load, work: Work, cached_tokens: int, now_s: float
     slowdown_s = load.request_count * (work.output_tokens * speed.decode_s_per_running)
     if running:
         queue_s += new_tokens / CHUNK_TOKENS * step_s
-        # Chunked prefill stretches every running request's steps for about as long as the prefill takes.
-        slowdown_s += running * own_prefill_s
+        # Chunked prefill stretches every running request's steps for about as long as the prefill takes. Who waits now
+        # runs by then: were they left out, an engine would attract more the longer its queue of prefills is.
+        slowdown_s += load.request_count * own_prefill_s
     capacity = speed.kv_capacity_tokens
     if capacity is not None:
         over_tokens = load.kv_tokens + work.input_tokens + work.output_tokens - capacity

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfmodel.compiled import compiled
-from perfmodel.queueing.laws import NODES, WEIGHTS, Arrivals, arrived
+from perfmodel.queueing.laws import NODES, STABLE_HIT, WEIGHTS, Arrivals, arrived, powers
 from perfmodel.queueing.work import Work, decode_s, room, step_s
 
 # States told apart, units of a step and of a prompt at most: enough for every prompt length within 1 % of the mean
@@ -31,6 +31,9 @@ _PROMPTS = 14
 
 # Units in a step when a prompt has one: the fewest that fill a budget evenly.
 _STEP_UNITS = 16
+
+# A chance of a full step below this is rounding.
+_LEAST_BEYOND = 1e-12
 
 # How far the cut law is stretched at most, and at least.
 _STRETCH = (0.3, 50.0)
@@ -140,10 +143,12 @@ def _fill(
     """Chances of going from one state to another in a step; the last state stands for all beyond."""
     units, states = layout.step_units, layout.states
     prompt = _prompt_law(sizes)
-    places = np.nonzero(prompt)[0]
+    most = arrivals.rate_per_s * lengths_s[units] / STABLE_HIT
+    rows = int(most) + 2 if arrivals.dispersion < 1.0 - STABLE_HIT else 1
+    law = powers(prompt, rows, states)
     matrix, row = np.zeros((states, states)), np.empty(states)
     for state in range(units + 1):
-        end = arrived(arrivals, lengths_s[state], prompt, places, row)
+        end = arrived(arrivals, lengths_s[state], prompt, law, row)
         for source in range(state, states if state == units else state + 1):
             left, total = (source - state if state == units else 0), 0.0
             for more in range(min(end, states - left - 1)):
@@ -192,21 +197,23 @@ def waiting(work: Work, batch: float, arrivals: Arrivals) -> Waiting:
         lengths_s[state] = layout.engine_steps * step_s(work, batch, share)
     law = _stationary(_fill(arrivals, layout, lengths_s, sizes), units)
     full, left = _tail(arrivals, lengths_s, sizes, law)
-    below, below_s, below_units, cut = 0.0, 0.0, 0.0, 0.0
+    below, below_units, cut, beyond = 0.0, 0.0, 0.0, 0.0
     for state in range(units):
         below += law[state]
-        below_s += law[state] * lengths_s[state]
         below_units += law[state] * state
     for state in range(units, states):
         cut += law[state] * (state - units)
-    cut /= max(1e-300, 1.0 - below)
+        beyond += law[state]
+    if beyond < _LEAST_BEYOND:  # what is left of it is rounding: its law and its share are none
+        full, beyond = 0.0, 1.0
+    cut /= beyond
     stretch = min(max(left / full / cut, _STRETCH[0]), _STRETCH[1]) if full > 1e-9 and cut > 1e-9 else 1.0
     by_time, total = np.empty(states), 0.0
     for state in range(states):
         if state < units:
             total += law[state] / below * (1 - full) * lengths_s[state]
         else:
-            total += law[state] / max(1e-300, 1.0 - below) * full * lengths_s[units]
+            total += law[state] / beyond * full * lengths_s[units]
         by_time[state] = total
     none = (1 - full) * law[0] / below
     engine_steps = none + (1 - none) * layout.engine_steps

@@ -182,7 +182,7 @@ def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
     extra_s = _extra_s(work, batch, queue, met, rate)
     tpot_s = token + _held_up_s(work, queue, met, extra_s, load.output_cv2)
     # A token is made in a step of more decodes than the mean step has: one more, or as many as their number varies.
-    bursts = max(1.0 + (load.gap_cv2 - 1.0) / (1.0 + load.output_cv2), 0.3)
+    bursts = max(1.0 + (_dispersion(load, decodes / rate) - 1.0) / (1.0 + load.output_cv2), 0.3)
     varies = min(_spread(work, max(decodes, 0.5), rate) ** _SEEN_POWER, 1.0 + _SEEN_RATIO * decodes)
     if work.prefill_first:  # who came together stays together: prompts of others hold up all of them
         varies = _spread(work, max(decodes, 0.5), rate)

@@ -99,8 +99,10 @@ def tagged(work: Work, arrivals: Arrivals, queue: Waiting, idle: float, out: NDA
         if draw[0] < idle and own.before + own.behind == 0:
             out[point] = lone_s
             if own.units != prompt:
-                share = own.units / prompt
-                out[point] = step_s(work, 0.0, share) if by_step >= own.units else lone_s * share
+                before = math.ceil(own.units / by_step - 1e-9) - 1.0
+                out[point] = step_s(work, 0.0, (own.units - before * by_step) / prompt)
+                if before > 0.0:
+                    out[point] += before * step_s(work, 0.0, by_step / prompt)
             left = count(arrivals, rate * lone_s, draw[7]) * prompt
         else:
             out[point], left = _first_token(work, arrivals, queue, draw)

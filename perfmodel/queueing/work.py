@@ -84,15 +84,33 @@ def parts(work: Work, batch: float) -> float:
 
 @compiled
 def alone_s(work: Work, batch: float) -> float:
-    """All steps of one prompt that nobody waits with, beside `batch` decodes."""
+    """All steps of one prompt that nobody waits with, beside `batch` decodes.
+
+    All steps but the last are full. Attention makes each longer than the one before, by as much: the launches, which
+    run beside the step, are met at the two points of a Gauss rule over the full steps.
+    """
     decodes = 0.0 if work.prefill_first else batch
     new, old, steps = work.new_tokens, work.cached_tokens, parts(work, batch)
-    pairs = new * ((old + new / 2) * work.square_ratio + 0.5)
-    context = steps * old + new * (steps - 1) / 2
-    one_s = tokens_s(work.by_token_s, decodes + new / steps) + work.sequence_s
-    one_s += decodes * (work.sequence_s + work.decode_context_s * work.decode_context_tokens) + work.prefill_step_s
-    spent_s = steps * one_s + work.pair_s * pairs + work.context_s * context
-    return math.sqrt(spent_s * spent_s + (steps * work.launch_s) ** 2)
+    usual_s = work.sequence_s + work.prefill_step_s
+    usual_s += decodes * (work.sequence_s + work.decode_context_s * work.decode_context_tokens)
+    pairs_s = work.pair_s * new * ((old + new / 2) * work.square_ratio + 0.5)
+    if steps <= 1.0:
+        spent_s = usual_s + tokens_s(work.by_token_s, decodes + new) + pairs_s + work.context_s * old
+        return math.sqrt(spent_s * spent_s + work.launch_s * work.launch_s)
+    full = steps - 1.0
+    last = max(0.0, new - full * room(work, batch) * new)
+    budget = (new - last) / full
+    context_s = work.context_s * (old + budget * (full - 1.0) / 2)
+    ends_s = work.pair_s * last * (old + new - last / 2) + work.context_s * (old + new - last)
+    full_s = usual_s + tokens_s(work.by_token_s, decodes + budget) + context_s
+    full_s += max(0.0, pairs_s - work.pair_s * last * (old + new - last / 2)) / full
+    ends_s += usual_s + tokens_s(work.by_token_s, decodes + last)
+    # The deviation of the full steps' lengths.
+    spread_s = budget * (work.pair_s * budget + work.context_s) * math.sqrt(max(0.0, full * full - 1.0) / 12.0)
+    spread_s = min(spread_s, full_s)
+    launch = work.launch_s * work.launch_s
+    full_s = (math.sqrt((full_s - spread_s) ** 2 + launch) + math.sqrt((full_s + spread_s) ** 2 + launch)) / 2
+    return full * full_s + math.sqrt(ends_s * ends_s + launch)
 
 
 @compiled
@@ -149,7 +167,7 @@ def token_s(work: Work, batch: float, rate_per_s: float) -> float:
     if steps > 1.0:
         prompts = rate_per_s * mean_s
         return mean_s / max(1e-9, 1.0 - prompts * steps / (1.0 + prompts * (steps - 1.0 / fits)))
-    return mean_s / math.exp(-rate_per_s * mean_s)
+    return mean_s * math.exp(min(rate_per_s * mean_s, 100.0))  # beyond that it carries nothing
 
 
 @compiled

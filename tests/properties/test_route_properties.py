@@ -80,14 +80,14 @@ class Duel:
 
     def advantage_s(self, running: int, waiting: int) -> float:
         """Seconds by which the warm engine, with `running` decodes and `waiting` prompts of no length, beats the cold
-        one. Who waits decodes beside the request later."""
+        one. Who waits decodes beside the request later, and what others lose weighs half."""
         warm, cold, out = self.warm, self.cold, self.output_tokens
         beside = running + waiting
         step_s = warm.decode_s_per_token + beside * warm.decode_s_per_running
         own_s = alone_s(warm, self.new_tokens, self.held_tokens)
-        warm_s = 0.0005 + own_s + out * step_s + beside * out * warm.decode_s_per_running
+        warm_s = 0.0005 + own_s + out * step_s + beside * out * warm.decode_s_per_running / 2
         if running:
-            warm_s += self.new_tokens / 2_048 * step_s + running * own_s
+            warm_s += self.new_tokens / 2_048 * step_s + beside * own_s / 2
         cold_s = 0.050 + alone_s(cold, self.held_tokens + self.new_tokens, 0) + out * cold.decode_s_per_token
         return cold_s - warm_s
 
