@@ -63,10 +63,7 @@ class RouterConfig:
     tie_s: float = 0.001
     """Endpoints this close are equal: predictions are not better than a millisecond."""
     slowdown_ratio: float = 0.5
-    """Weight of a second that others lose. 1 would minimise the sum of everybody's seconds, if all ran on as long as
-    this one's prefill takes to come. Of 0.2 to 1, half served most in time in simulated chats, agents and plain loads at
-    80 to 95 % of capacity; 1 lets queues of prefills grow beside engines with fewer answers (docs/design/0007).
-    """
+    """Weight of a second that others lose: half served most in time (docs/design/0007)."""
     kv_reuse_ratio: float = 0.25
     """Share of evicted KV that would have been asked for again. An assumption: the oldest KV returns least often."""
     spread_horizon_s: float = 600.0
