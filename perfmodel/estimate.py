@@ -105,13 +105,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The central figures before any band. `in_flight`: sequences that decode at once, of all replicas."""
+    """The central figures before any band. `in_flight`: sequences that decode at once, of all replicas. No TPOT can be
+    below `floor_tpot_s`, where the load is as asked: bytes over bandwidth, FLOPs over peak."""
 
     ttft_s: float
     tpot_s: float
     output_tok_per_s: float
     bound: Bound
     in_flight: float
+    floor_tpot_s: float
 
 
 def predict(
@@ -124,7 +126,9 @@ def predict(
     kind = kind_of(asked)
     return Prediction(
         ttft_ms=_banded(point.ttft_s * 1e3, Quantity.TTFT, split, asked, coefficients),
-        tpot_ms=_banded(point.tpot_s * 1e3, Quantity.TPOT, split, asked, coefficients),
+        tpot_ms=_physical(
+            _banded(point.tpot_s * 1e3, Quantity.TPOT, split, asked, coefficients), point.floor_tpot_s * 1e3, asked
+        ),
         output_tok_per_s=_banded(point.output_tok_per_s, Quantity.OUTPUT, split, asked, coefficients),
         bound=point.bound,
         split=split,
@@ -144,17 +148,20 @@ def central(asked: Configuration, coefficients: Coefficients, first: FirstToken,
     steady = Steady(asked)
     multipliers = coefficients.resolve(asked.group)
     step, tpot_s = settle(steady, multipliers)
-    tpot_s = max(tpot_s, steady.decode.floor_s(step.work))
+    floor_s = steady.decode.floor_s(step.work)
+    tpot_s = max(tpot_s, floor_s)
     bound = bound_of(step.basis, multipliers)
     limit = _limit(asked)
     if limit is not None:
-        tpot_s = _limited_tpot_s(tpot_s, _prefill_share(step, multipliers), limit, coefficients)
+        # The batch of a submission is not told: one sequence alone is what no batch can beat.
+        floor_s = steady.decode.floor_s(steady.mean_step_of(1.0).work)
+        tpot_s = max(floor_s, _limited_tpot_s(tpot_s, _prefill_share(step, multipliers), limit, coefficients))
         ttft_s = limit.ttft_ms / 1e3 * coefficients.benchmark.get("mlperf_ttft_ratio", _TTFT_LIMIT_RATIO)
         ttft_s *= correction(asked, first)
     else:
         ttft_s = first_token_s(asked, coefficients, first, seed)
     in_flight = step.batch * asked.decode.replicas
-    return Point(ttft_s, tpot_s, _output_tok_per_s(asked, step, ttft_s, tpot_s), bound, in_flight)
+    return Point(ttft_s, tpot_s, _output_tok_per_s(asked, step, ttft_s, tpot_s), bound, in_flight, floor_s)
 
 
 def _agents(asked: Configuration, turn: Turn, coefficients: Coefficients, first: FirstToken) -> Point:
@@ -166,7 +173,7 @@ def _agents(asked: Configuration, turn: Turn, coefficients: Coefficients, first:
     alone_s = steady.decode.floor_s(steady.mean_step_of(1.0).work)
     tpot_s = max(turn.tpot_s, alone_s)
     ttft_s = turn.ttft_s * correction(asked, first)
-    return Point(ttft_s, tpot_s, given, bound_of(step.basis, multipliers), turn.in_flight)
+    return Point(ttft_s, tpot_s, given, bound_of(step.basis, multipliers), turn.in_flight, alone_s)
 
 
 def _arriving(asked: Configuration, coefficients: Coefficients, first: FirstToken, seed: int) -> Point:
@@ -177,10 +184,11 @@ def _arriving(asked: Configuration, coefficients: Coefficients, first: FirstToke
     run = replayed_run(asked, coefficients, first, seed)
     steady = Steady(asked)
     mean = steady.mean_step_of(max(run.batch_mean, 1.0))
-    tpot_s = max(run.tpot_mean_ms / 1e3, steady.decode.floor_s(steady.mean_step_of(1.0).work))
+    alone_s = steady.decode.floor_s(steady.mean_step_of(1.0).work)
+    tpot_s = max(run.tpot_mean_ms / 1e3, alone_s)
     ttft_s = run.ttft_mean_ms / 1e3 * correction(asked, first)
     bound = bound_of(mean.basis, coefficients.resolve(asked.group))
-    return Point(ttft_s, tpot_s, run.output_tok_per_s, bound, mean.batch * asked.decode.replicas)
+    return Point(ttft_s, tpot_s, run.output_tok_per_s, bound, mean.batch * asked.decode.replicas, alone_s)
 
 
 def _assumed(asked: Configuration, point: Point) -> tuple[str, ...]:
@@ -281,6 +289,13 @@ def _banded(value: float, quantity: Quantity, split: Split, asked: Configuration
     missing = len(_MATTERING.intersection(asked.assumed) - _usual(kind))
     wider = 1 + _WIDER_PER_ASSUMPTION * missing
     return Estimated(value, value * band.low_ratio**wider, value * band.high_ratio**wider)
+
+
+def _physical(tpot: Estimated, floor: float, asked: Configuration) -> Estimated:
+    """The band, not below what physics allows; where an input was assumed the truth may be another load's."""
+    if _MATTERING.intersection(asked.assumed):
+        return tpot
+    return replace(tpot, p10=max(tpot.p10, min(floor, tpot.value)))
 
 
 def _usual(kind: Kind) -> frozenset[str]:

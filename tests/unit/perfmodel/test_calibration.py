@@ -184,7 +184,7 @@ def test_saturation_is_told_by_precision_recall_and_cause(catalog: Catalog) -> N
     for changes, made_s, seen_s in cases:
         asked = configured({**row, **changes}, catalog)
         one = Measured(asked, "d", "m", "c", "s", ttft_s=seen_s, tpot_s=None, output_tok_per_s=None)
-        answers.append(Predicted(one, Scheme.PAIR, Point(made_s, 0.01, 1.0, Bound.WEIGHTS, 1.0)))
+        answers.append(Predicted(one, Scheme.PAIR, Point(made_s, 0.01, 1.0, Bound.WEIGHTS, 1.0, 0.0)))
     figures = saturation(answers)
     assert (figures["count"], figures["precision_ratio"], figures["recall_ratio"]) == (5, 1 / 2, 1 / 5)
     # One of the missed was measured so near the threshold that a second run might have said otherwise.

@@ -146,3 +146,21 @@ def test_the_band_holds_the_figure_and_widens_with_what_was_assumed(catalog: Cat
     guessed = predict(made(catalog, lengths="fixed", isl=""), shipped.coefficients, known(catalog), shipped.first_token)
     assert guessed.assumed == ("isl=1024",)
     assert guessed.tpot_ms.p90 / guessed.tpot_ms.p10 > said.tpot_ms.p90 / said.tpot_ms.p10
+
+
+def test_no_band_reaches_below_physics_unless_an_input_was_assumed(catalog: Catalog, shipped: CoefficientFile) -> None:
+    wide = replace(shipped.coefficients, bands={f"{Quantity.TPOT} any {Kind.CLOSED}": Band(0.01, 100.0, 50)})
+    asked = made(catalog)
+    floor_ms = central(asked, wide, shipped.first_token).floor_tpot_s * 1e3
+    assert 0 < floor_ms < predict(asked, wide, known(catalog), shipped.first_token).tpot_ms.value
+    assert predict(asked, wide, known(catalog), shipped.first_token).tpot_ms.p10 == pytest.approx(floor_ms)
+    assumed = made(catalog, weight_dtype="")
+    assert predict(assumed, wide, known(catalog), shipped.first_token).tpot_ms.p10 < floor_ms
+
+
+def test_a_submission_near_its_limit_is_not_faster_than_physics(catalog: Catalog, shipped: CoefficientFile) -> None:
+    asked = made(
+        catalog, scenario="mlperf_interactive", model="Llama-3.1-405B", gpu="A100-SXM-80GB", tp="8", n_gpus="8"
+    )
+    point = central(asked, shipped.coefficients, shipped.first_token)
+    assert point.tpot_s >= point.floor_tpot_s > 0
