@@ -22,8 +22,8 @@ from perfmodel.queueing.work import Work, decode_s, room, step_s
 
 # States told apart, units of a step and of a prompt at most: enough for every prompt length within 1 % of the mean
 # wait, few enough for a tenth of a millisecond.
-_STATES = 144
-_MOST_STEP_UNITS = 48
+_STATES = 128
+_MOST_STEP_UNITS = 32
 _MOST_PROMPT_UNITS = 8
 
 # Prompts that a chain has states for; what is beyond is the tail's.
@@ -31,6 +31,9 @@ _PROMPTS = 14
 
 # Units in a step when a prompt has one: the fewest that fill a budget evenly.
 _STEP_UNITS = 16
+
+# The chance to go down is never taken as none; a law is scaled when a state has so many times the first one's chance.
+_LEAST_LEAVES, _LARGEST = 1e-60, 1e100
 
 # A chance of a full step below this is rounding.
 _LEAST_BEYOND = 1e-12
@@ -117,7 +120,7 @@ def _stationary(matrix: NDArray[np.float64], down: int) -> NDArray[np.float64]:
     """
     size = matrix.shape[0]
     for state in range(size - 1, 0, -1):
-        low, leaves = max(0, state - down), 0.0
+        low, leaves = max(0, state - down), _LEAST_LEAVES
         for target in range(low, state):
             leaves += matrix[state, target]
         for source in range(state):
@@ -132,6 +135,8 @@ def _stationary(matrix: NDArray[np.float64], down: int) -> NDArray[np.float64]:
     for state in range(1, size):
         for source in range(state):
             law[state] += law[source] * matrix[source, state]
+        if law[state] > _LARGEST:  # evenly spaced arrivals all but never leave none
+            law[: state + 1] /= law[state]
     whole: NDArray[np.float64] = law / law.sum()
     return whole
 

@@ -92,12 +92,12 @@ def _evenly_arrived(trials: int, hit: float, law: NDArray[np.float64], out: NDAr
     out[:] = 0.0
     chance, end = (1.0 - hit) ** trials, 1
     for prompts in range(min(trials + 1, law.shape[0])):
-        if chance > 1e-12:
+        if chance > 0.0:
             for at in range(out.size):
                 out[at] += chance * law[prompts, at]
         chance *= (trials - prompts) / (prompts + 1.0) * hit / (1.0 - hit)
     for at in range(out.size):
-        if out[at] > 1e-12:
+        if out[at] > 1e-30:
             end = at + 1
     return end
 

@@ -31,7 +31,14 @@ from perfmodel.queueing.work import (
 _ROUNDS = 40
 
 # Points of the first round, whose answer only corrects the second.
-_FIRST_POINTS = 96
+_FIRST_POINTS = 48
+
+# A token's length by the chain over that of the closed form is looked for until it changes by less than the first
+# share, in so many rounds at most; beyond the second bound one of them is past its capacity.
+_SAME, _MOST_LONGER, _MOST_ROUNDS = 0.1, 5.0, 6
+
+# The share of steps with decodes in them is not below this.
+_LEAST_NONE = 1e-6
 
 # The mean wait for a slot over (Ca2 + Cs2) / 2 over the spare rate: answers overlap, so a slot is not freed one by one.
 _WAIT_FACTOR = 1.2
@@ -91,6 +98,12 @@ def _spread(work: Work, there: float, rate_per_s: float) -> float:
 
 
 @compiled
+def _order(point: int) -> float:
+    """Where a point stands among all by the golden ratio, 0 to 1: even over any run of points."""
+    return (0.5 + point * 0.6180339887498949) % 1.0
+
+
+@compiled
 def _slot_wait(work: Work, there: float, load: Load, sample: NDArray[np.float64]) -> None:
     """Let the sample wait for sequence slots: a queue of as many servers as the engine holds sequences.
 
@@ -103,11 +116,49 @@ def _slot_wait(work: Work, there: float, load: Load, sample: NDArray[np.float64]
     chance = erlang_c(max(1, round(work.most_sequences / spread)), there / spread)
     wait_s = _WAIT_FACTOR * (load.gap_cv2 + load.output_cv2) / 2 / (load.capacity_per_s - load.rate_per_s)
     lone_s = alone_s(work, there)
+    drawn = 0.0
     for point in range(sample.size):
-        order = (0.5 + point * 0.6180339887498949) % 1.0  # the golden ratio: even over any run of points
+        if _order(point) < chance:
+            drawn -= math.log(max(1e-12, _order(point) / chance))
+    if drawn > 0.0:
+        wait_s *= chance * sample.size / drawn  # so that the points' mean is exact, however few they are
+    for point in range(sample.size):
+        order = _order(point)
         if order < chance:
             late_s = -wait_s * math.log(max(1e-12, order / chance))
             sample[point] = max(sample[point], lone_s) + max(0.0, late_s - max(0.0, sample[point] - lone_s))
+
+
+@compiled
+def _step_per_token_s(work: Work, queue: Waiting) -> float:
+    """Seconds of steps for each one with decodes in it."""
+    return float(queue.mean_s / max(queue.none_ratio, _LEAST_NONE) if work.prefill_first else queue.mean_s)
+
+
+@compiled
+def _most_behind(work: Work, queue: Waiting) -> float:
+    """Units of work of the prompts that slots can be free for."""
+    return float(max(0.0, work.most_sequences - queue.batch) * queue.layout.prompt_units)
+
+
+@compiled
+def _longer(work: Work, load: Load, longer: float) -> float:
+    """How many times as long as in the closed form a token takes by the chain, at the batch that follows from it.
+
+    A token that is longer makes for more decodes, whose tokens are longer again: near capacity a step of this fixed
+    point can overshoot, so that half of each (in the logarithm) is taken, and few of them.
+    """
+    rate, steps = load.rate_per_s, max(0.0, work.answer_tokens - 1.0)
+    arrivals = Arrivals(rate, _dispersion(load, alone_s(work, 0.0)), math.sqrt(math.log1p(load.input_cv2)))
+    for _ in range(_MOST_ROUNDS):
+        there = solve_present(work, rate, longer)
+        batch = min(fullest(work), rate * steps * token_s(work, there, rate) * longer)
+        found = _step_per_token_s(work, waiting(work, batch, arrivals)) / token_s(work, batch, rate)
+        found = min(max(found, 1.0 / _MOST_LONGER), _MOST_LONGER)
+        if abs(found - longer) < _SAME * longer:
+            return found
+        longer = math.sqrt(longer * found)
+    return longer
 
 
 @compiled
@@ -119,13 +170,13 @@ def _extra_s(work: Work, batch: float, queue: Waiting, met: Met, rate_per_s: flo
     units = queue.layout.step_units
     full_s = queue.lengths_s[units]
     unit_s = full_s / units if work.prefill_first else (full_s - queue.lengths_s[0]) / units
-    usual = 0.0 if work.prefill_first else queue.mean_units
+    usual = 0.0 if work.prefill_first else min(queue.mean_units, max(met.behind_units, _most_behind(work, queue)))
     flow = rate_per_s * queue.layout.prompt_units
     extra_s = unit_s * (met.behind_units - usual) / max(1e-3, 1.0 - flow * unit_s)
     if work.prefill_first:
         # Once all slots are taken no prompt runs before a decode; its last token waits for none.
         extra_s = min(extra_s, max(0.0, work.most_sequences - batch) * alone_s(work, 0.0))
-        extra_s -= queue.mean_s / queue.none_ratio - decode_s(work, batch)
+        extra_s -= _step_per_token_s(work, queue) - decode_s(work, batch)
     return float(extra_s)
 
 
@@ -176,8 +227,11 @@ def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
         arrivals = Arrivals(rate, _dispersion(load, wait_s), sigma)
         queue = waiting(work, batch, arrivals)
         met = tagged(work, arrivals, queue, idle, sample[:points])
-        token = queue.mean_s / queue.none_ratio if work.prefill_first else queue.mean_s
-        longer = token / token_s(work, batch, rate)
+        token = _step_per_token_s(work, queue)
+        found = min(max(token / token_s(work, batch, rate), 1.0 / _MOST_LONGER), _MOST_LONGER)
+        if points == _FIRST_POINTS and abs(found - longer) > _SAME * longer:
+            found = _longer(work, load, math.sqrt(found * longer))
+        longer = found
         wait_s, empty = sample[:points].mean(), queue.none_time_ratio
     extra_s = _extra_s(work, batch, queue, met, rate)
     tpot_s = token + _held_up_s(work, queue, met, extra_s, load.output_cv2)

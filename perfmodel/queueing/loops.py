@@ -19,7 +19,7 @@ from perfmodel.serving import SATURATED_TTFT_MS, LengthLaw, Lengths, SchedulingO
 from perfmodel.step_time import StepTable
 
 # Points of the tagged arrival's quasi-random sample: the mean of the sum of its terms is then within 1 %.
-_POINTS = 512
+_POINTS = 320
 
 # vLLM keeps 1 % of its KV blocks free when it admits (its watermark).
 _KV_USED_RATIO = 0.99
@@ -48,12 +48,12 @@ def open_loop(engine: ServingEngine, lengths: Lengths, rate_per_s: float, bursti
     if not (math.isfinite(burstiness_cv2) and burstiness_cv2 >= 0):
         raise ConfigError(f"open loop: burstiness_cv2 is {burstiness_cv2}; expected 0 or more")
     work = _work(engine, lengths)
-    rate = rate_per_s / engine.replicas
-    capacity = capacity_per_s(work)
+    rate = float(rate_per_s / engine.replicas)
+    capacity = float(capacity_per_s(work))
     if rate >= capacity:
         return _saturated(engine, work, capacity, rate / capacity)
     sample = np.empty(_POINTS)
-    settled = settle(work, Load(rate, burstiness_cv2 / engine.replicas, *lengths.cv2, capacity), sample)
+    settled = settle(work, _load(lengths, rate, burstiness_cv2 / engine.replicas, capacity), sample)
     return _figures(engine, lengths, sample, _Shown(settled.tpot_s, rate, rate / capacity, settled.batch))
 
 
@@ -69,11 +69,11 @@ def closed_loop(engine: ServingEngine, lengths: Lengths, concurrency: int, reque
         if value < 1:
             raise ConfigError(f"closed loop: {name} is {value}; expected at least 1")
     work = _work(engine, lengths)
-    clients = max(1.0, math.ceil(concurrency / engine.replicas))
+    clients = float(max(1, math.ceil(concurrency / engine.replicas)))
     inside = min(clients, work.most_sequences)
-    rate = closed_rate(work, inside)
+    rate = float(closed_rate(work, inside))
     sample = np.empty(_POINTS)
-    settled = settle_closed(work, inside, Load(rate, 1.0, *lengths.cv2, math.inf), sample)
+    settled = settle_closed(work, inside, _load(lengths, rate, 1.0, math.inf), sample)
     group = min(max(1.0, room(work, inside / 2)), inside)
     group_s = step_s(work, inside / 2, group) if parts(work, inside / 2) <= 1.0 else alone_s(work, inside / 2)
     in_step = lengths.law is LengthLaw.FIXED
@@ -93,6 +93,7 @@ def _work(engine: ServingEngine, lengths: Lengths) -> Work:
     # Longer answers stay longer: of those present at a moment the mean is E[tokens^2] / E[tokens].
     staying = lengths.output_tokens * (1 + lengths.cv2[1])
     held = lengths.input_tokens + staying * (1 + engine.reserve_ratio) / 2
+    # Floats all: compiled code is made, and loaded, for each set of types.
     return Work(
         np.ascontiguousarray(table.by_token_s, dtype=np.float64),
         float(table.sequence_s),
@@ -100,17 +101,23 @@ def _work(engine: ServingEngine, lengths: Lengths) -> Work:
         float(table.prefill_pair_s),
         float(table.prefill_context_s),
         float(table.prefill_step_s),
-        max(1.0, lengths.input_tokens - cached),
-        cached,
-        lengths.output_tokens,
-        lengths.input_tokens + (staying + 1) / 2,
+        float(max(1.0, lengths.input_tokens - cached)),
+        float(cached),
+        float(lengths.output_tokens),
+        float(lengths.input_tokens + (staying + 1) / 2),
         float(engine.max_batched_tokens),
         engine.order is SchedulingOrder.PREFILL_FIRST,
-        max(1.0, min(float(engine.max_sequence_count), math.floor(_KV_USED_RATIO * engine.kv_capacity_tokens / held))),
+        float(max(1, min(engine.max_sequence_count, math.floor(_KV_USED_RATIO * engine.kv_capacity_tokens / held)))),
         math.sqrt(3 * min(lengths.cv2[0], 1 / 3)),
-        1.0 + lengths.cv2[0],
+        float(1 + lengths.cv2[0]),
         float(engine.launch_s),
     )
+
+
+def _load(lengths: Lengths, rate_per_s: float, gap_cv2: float, capacity_per_s: float) -> Load:
+    """The load of one replica, floats all."""
+    input_cv2, output_cv2 = lengths.cv2
+    return Load(rate_per_s, float(gap_cv2), float(input_cv2), float(output_cv2), capacity_per_s)
 
 
 def _figures(engine: ServingEngine, lengths: Lengths, sample: NDArray[np.float64], shown: _Shown) -> Served:

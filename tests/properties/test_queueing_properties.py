@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from perfmodel.harness import ArrivalLaw, HarnessScenario, replay_requests
-from perfmodel.queueing import loops
+from perfmodel.queueing import load, loops
 from perfmodel.queueing.load import Load, Settled
 from perfmodel.queueing.loops import open_loop
 from perfmodel.queueing.work import Work
@@ -26,16 +27,21 @@ from perfmodel.step_time import BatchShape, StepTable
 from tests.exploring import examples
 
 # Mean requests present at which an engine is asked, were each alone: as good as none.
-LIGHT = (1e-6, 1e-4)
+LIGHT = (1e-9, 1e-6)
 
 # Shares of the capacity at which it is asked besides.
 LOADS = (0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
 
-# How much a figure may fall from one load to the next: the sample of arrivals is finite.
-FALL = 0.03
+# How much a figure may fall from one load to the next: the sample of arrivals is finite, and a step's units are whole.
+# A cache of few sequences is coarser (its slot or two more or less are a part of all).
+FALL, FALL_FEW = 0.1, 0.2
+FEW = 16
+
+# TPOT of an answer of fewer tokens is one or two steps beside a queue of prompts: it is only held to its bounds.
+SHORT_ANSWER_TOKENS = 20
 
 # How far below one request alone a figure may be, and how far off it at almost no load: prompts that are not a whole
-# number of tokens or steps.
+# number of steps.
 BELOW, OFF = 0.02, 0.02
 
 
@@ -67,6 +73,17 @@ class Case:
         rates = [present / stay_s * self.engine.replicas for present in LIGHT]
         rates += [load * capacity for load in LOADS if load * capacity > rates[-1]]
         return [open_loop(self.engine, self.lengths, rate, self.burstiness_cv2) for rate in rates]
+
+    @property
+    def sequences(self) -> float:
+        """Sequences that it holds at once."""
+        room = self.engine.kv_capacity_tokens / (self.lengths.input_tokens + self.lengths.output_tokens)
+        return min(room, self.engine.max_sequence_count)
+
+    @property
+    def bursts(self) -> bool:
+        """Whether a replica sees gaps that vary more than Poisson's."""
+        return self.burstiness_cv2 > self.engine.replicas
 
     def alone_ms(self) -> tuple[float, float]:
         """TTFT and TPOT of one request that nobody else is there with."""
@@ -115,13 +132,120 @@ def check(case: Case) -> None:
     ttft, tpot = [one.ttft_mean_ms for one in served], [one.tpot_mean_ms for one in served]
     for one in served:
         for name in ("ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_mean_ms", "output_tok_per_s"):
-            assert math.isfinite(getattr(one, name)), (name, one)
-        assert 0 <= one.batch_mean <= case.engine.max_sequence_count * (1 + 1e-9), one
-    for figures, least in ((ttft, alone[0]), (tpot, alone[1])):
-        assert min(figures) >= least * (1 - BELOW), (figures, least)
-        for earlier, later in itertools.pairwise(figures):
-            assert later >= earlier * (1 - FALL), figures
-        assert figures[1] <= figures[0] * (1 + OFF), figures  # no step on the way to no load
+            assert 0 <= getattr(one, name) < math.inf, (name, one)
+        assert 0 <= one.batch_mean <= case.engine.max_sequence_count, one
+    fall = FALL_FEW if case.sequences < FEW else FALL
+    answer = case.lengths.output_tokens
+    assert rises(ttft, fall), ttft
+    assert answer < SHORT_ANSWER_TOKENS or rises(tpot, fall), tpot
+    # Gaps that vary more than Poisson's meet another request by the root of the rate: their limit is far away.
+    assert case.bursts or ttft[1] <= ttft[0] * (1 + OFF), ttft
+    assert case.bursts or answer == 1 or tpot[1] <= tpot[0] * (1 + OFF), tpot
     if case.lengths.law is LengthLaw.FIXED:
+        assert min(ttft) >= alone[0] * (1 - BELOW), (ttft, alone)
         assert ttft[0] == pytest.approx(alone[0], rel=OFF)
-        assert case.lengths.output_tokens == 1 or tpot[0] == pytest.approx(alone[1], rel=OFF)
+        if answer > 1:
+            assert min(tpot) >= alone[1] * (1 - BELOW), (tpot, alone)
+            assert case.bursts or tpot[0] == pytest.approx(alone[1], rel=OFF)
+
+
+def rises(figures: list[float], fall: float) -> bool:
+    return all(later >= earlier * (1 - fall) for earlier, later in itertools.pairwise(figures))
+
+
+@given(cases())
+@settings(max_examples=examples(150))
+def test_any_engine_is_finite_rises_with_load_and_is_one_request_at_none(case: Case) -> None:
+    check(case)
+
+
+# Planted faults: each stands between `open_loop` and what is compiled.
+
+Settle = Callable[[Work, Load, NDArray[np.float64]], Settled]
+
+
+def light_load_diverges(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        return found._replace(tpot_s=found.tpot_s * 1e250) if load.rate_per_s < 0.1 * load.capacity_per_s else found
+
+    return settle
+
+
+def light_load_is_no_number(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        sample[0] = math.nan if load.rate_per_s < 1e-3 * load.capacity_per_s else sample[0]
+        return found
+
+    return settle
+
+
+def faster_than_its_steps(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        sample *= 0.9
+        return found
+
+    return settle
+
+
+def tokens_faster_than_a_step(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        return found._replace(tpot_s=0.9 * found.tpot_s)
+
+    return settle
+
+
+def a_wait_that_is_never_none(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        sample += 0.05 * sample.mean()
+        return found
+
+    return settle
+
+
+def busy_engines_are_faster(honest: Settle) -> Settle:
+    def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
+        found = honest(work, load, sample)
+        sample /= 1.0 + load.rate_per_s * sample.mean() * 10
+        return found
+
+    return settle
+
+
+FAULTS = [
+    light_load_diverges,
+    light_load_is_no_number,
+    faster_than_its_steps,
+    tokens_faster_than_a_step,
+    a_wait_that_is_never_none,
+    busy_engines_are_faster,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant: Callable[[Settle], Settle], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "settle", plant(load.settle))
+
+    @given(cases())
+    @settings(
+        max_examples=60, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )  # fmt: skip
+    def run(case: Case) -> None:
+        check(case)
+
+    with pytest.raises(AssertionError):
+        run()
+
+
+def test_evenly_spread_arrivals_at_light_load_are_the_lone_request() -> None:
+    """Sixteen replicas in turn at a light load once answered 1.8e261 ms: a law over a chance that was rounding."""
+    table = StepTable(0.0093 + 2.9e-5 * np.arange(1025, dtype=np.float64), 1.4e-5, 5e-8, 2.5e-9, 5e-8, 1.3e-3)
+    for replicas, rate in itertools.product((1, 2, 3, 8, 12, 16), np.geomspace(0.01, 2.0, 60)):
+        engine = ServingEngine(TableSteps(table), 428_319, 1024, 256, replicas)
+        served = open_loop(engine, Lengths(1200, 250, LengthLaw.LOGNORMAL, 1.0), replicas * float(rate))
+        assert 9.3 <= served.tpot_mean_ms < 30, (replicas, rate)

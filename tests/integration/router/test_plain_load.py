@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def plain_trace(path: Path, rate_per_s: float, shared_ratio: float) -> Path:
         shared = int(full * shared_ratio)
         blocks.append([*range(shared), *range(fresh, fresh + full - shared)])
         fresh += full - shared
-    columns = {
+    columns: dict[str, Any] = {
         "arrival_s": np.cumsum(rng.exponential(1 / rate_per_s, COUNT)),
         "session": [-1] * COUNT,
         "input_tokens": inputs,

@@ -99,12 +99,12 @@ def test_without_a_folder_the_compiler_runs(tmp_path: Path) -> None:
 
 def test_all_loops_are_kept(tmp_path: Path) -> None:
     from perfmodel import replay_loop
-    from perfmodel.queueing import loops
+    from perfmodel.queueing import load, loops
 
-    before = [(entry, entry._cache) for module in (loops, replay_loop) for entry in compiled_code._compiled_in(module)]
+    before = [(entry, entry._cache) for module in (load, loops, replay_loop) for entry in compiled_code._compiled_in(module)]
     try:
         assert compiled_code.remember_compiled_loops(tmp_path)
-        assert {replay_loop.run, replay_loop.run_split, loops.settle} <= {entry for entry, _ in before}
+        assert {replay_loop.run, replay_loop.run_split, load.settle} <= {entry for entry, _ in before}
         assert all(str(entry._cache.cache_path).startswith(str(tmp_path)) for entry, _ in before)
     finally:
         for entry, cache in before:
