@@ -145,6 +145,8 @@ class BlockPool:
         self._events: list[KvEvent] = []
         self._tier_block_count = tier_block_count
         self._tier: OrderedDict[int, None] = OrderedDict()
+        self._arrives_s: dict[int, float] = {}
+        """Blocks whose contents come, or came, from the lower tier -> when."""
 
     @property
     def free_block_count(self) -> int:
@@ -209,6 +211,14 @@ class BlockPool:
                 place += 1
         return place - start
 
+    def arrive(self, blocks: Iterable[int], at_s: float) -> None:
+        """The contents of `blocks` come from the lower tier at `at_s`, whoever still waits for them then."""
+        self._arrives_s.update(dict.fromkeys(blocks, at_s))
+
+    def arrived_s(self, blocks: Iterable[int]) -> float:
+        """When the contents of all of `blocks` are there; 0: they were computed here."""
+        return max((self._arrives_s.get(block, 0.0) for block in blocks), default=0.0)
+
     def blocks_taken(self, hit: Iterable[int], table: BlockTable, token_count: int) -> int:
         """How far the free queue shrinks if a sequence takes `hit` and grows to `token_count` tokens."""
         counts = self._reference_counts
@@ -239,6 +249,7 @@ class BlockPool:
         for _ in range(wanted):
             block, _none = free.popitem(last=False)
             self._forget(block)
+            self._arrives_s.pop(block, None)
             self._reference_counts[block] = 1
             table.blocks.append(block)
         return True

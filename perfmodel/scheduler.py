@@ -13,8 +13,8 @@ The rules are vLLM v1's FCFS scheduler with chunked prefill, so that its KV even
     the queue and is computed again from its first token (its old blocks may still be cached);
   * full blocks are published when their last token is scheduled, so a second choice of the same step already shares
     them;
-  * what the lower tier has of a prompt comes back over one link, one restore after another; its sequence holds its
-    place and computes nothing until then, and others find the blocks at once (as `simulation.engine` has it).
+  * what the lower tier has of a prompt comes back over one link, one restore after another, also when its sequence is
+    aborted or preempted; it and whoever shares the blocks hold their places and compute nothing until then.
 """
 
 from __future__ import annotations
@@ -390,8 +390,11 @@ class EngineCore:
                 self._note_cached(sequence, len(hit) * pool.block_size_tokens)
             sequence.running = True
             self._running.append(sequence)
+            sequence.ready_s = pool.arrived_s(hit) if self.config.tier_block_count else 0.0
             if restored:
-                self._restore(plan, sequence, restored, now_s)
+                self._restore(sequence, restored, now_s)
+            if sequence.ready_s > now_s:
+                plan.wake_s = min(plan.wake_s, sequence.ready_s)
                 continue
             new_tokens = min(sequence.token_count - sequence.computed_count, plan.budget_tokens)
             pool.grow(sequence.table, sequence.computed_count + new_tokens)
@@ -407,13 +410,13 @@ class EngineCore:
             counters.external_queries_tokens += sequence.token_count - hit_tokens
             counters.external_hits_tokens += sequence.restored_tokens
 
-    def _restore(self, plan: _Plan, sequence: _Sequence, block_count: int, now_s: float) -> None:
+    def _restore(self, sequence: _Sequence, block_count: int, now_s: float) -> None:
         """Bring blocks back from the lower tier: room and names at once, contents when the link has moved them."""
         self.pool.grow(sequence.table, sequence.computed_count)
         self.pool.store(sequence.table, sequence.chain, sequence.tokens, sequence.computed_count)
         self._link_free_s = max(self._link_free_s, now_s) + block_count * self.config.restore_s_per_block
-        sequence.ready_s = self._link_free_s
-        plan.wake_s = min(plan.wake_s, sequence.ready_s)
+        sequence.ready_s = max(sequence.ready_s, self._link_free_s)
+        self.pool.arrive(sequence.table.blocks[-block_count:], self._link_free_s)
 
     def _take(self, plan: _Plan, sequence: _Sequence, new_tokens: int) -> None:
         """Put `new_tokens` of a sequence that has room for them into the step."""

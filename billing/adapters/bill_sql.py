@@ -23,6 +23,8 @@ from billing.pricing import Sku
 
 _ROLLUP = table(UsageRollupRow)
 # What is read of the tenants: migration 0002 makes the table.
+# Longer than any id or name can be: what is longer is not looked for, nor repeated whole.
+_MOST_NAME_CHARS = 1_000
 _ORG = sa.table("org", sa.column("id", sa.String), sa.column("name", sa.String))
 # (SKU, its tokens, its money) of a roll-up row.
 _SKU_COLUMNS = (
@@ -117,6 +119,9 @@ def org_id_of(engine: Engine, org: str) -> str:
 
     Raises ReportQueryError when there is none, or when it is the id of one org and the name of another.
     """
+    expected = "the id or the exact name of an org was expected (inferplane orgs list)"
+    if len(org) > _MOST_NAME_CHARS or any("\ud800" <= char <= "\udfff" for char in org):  # no text in a database
+        raise ReportQueryError(f"org is {org[:40]!a}; {expected}.", "org")
     with read(engine) as connection:
         rows = connection.execute(sa.select(_ORG.c.id, _ORG.c.name).where(sa.or_(_ORG.c.id == org, _ORG.c.name == org)))
         names = {row.id: row.name for row in rows}
@@ -131,6 +136,5 @@ def org_id_of(engine: Engine, org: str) -> str:
             "org",
         )
     if not is_id and not others:
-        expected = "the id or the exact name of an org was expected (inferplane orgs list)"
         raise ReportQueryError(f"org is {org!r}; {expected}.", "org")
     return org if is_id else others[0]

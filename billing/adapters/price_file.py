@@ -108,6 +108,8 @@ def _fields(document: object) -> Mapping[str, Any]:
     unknown = sorted(str(name) for name in fields if name not in _KNOWN)
     if unknown:
         raise PriceBookError(f"{unknown[0]} is no field of a price book; known are {', '.join(sorted(_KNOWN))}.")
+    if "org" in fields and fields["org"] is None:  # a template's variable that was left blank: not for everybody
+        raise PriceBookError("org is empty; expected the id or the name of an org, or no such line.")
     for name in ("version", "currency", "valid_from", _PRICES):
         if name not in fields:
             raise PriceBookError(f"{name} is missing.")

@@ -106,10 +106,7 @@ class EngineClock:
         if outcome is SubmitOutcome.ACCEPTED:
             self._sinks[request.request_id] = sink
             self._open_counts[request.request_id] = request.choice_count
-            if self._pending is not None and self._pending.asleep:
-                self.stop()  # it only waits for KV to come back: there is work now
-                self._observer.step(self._pending, 0.0)
-                self._pending = None
+            self._rouse()
             if self._pending is None and self._wake_up is None:
                 # Requests that arrived in the same turn of the loop share the first step.
                 self._wake_up = self._loop.call_soon(self._advance)
@@ -122,6 +119,15 @@ class EngineClock:
         del self._open_counts[request_id]
         for finished in self.core.abort(request_id, self._now_s()):
             self._observer.finished(finished)
+        self._rouse()  # it may have waited for its KV in another's place
+
+    def _rouse(self) -> None:
+        """An engine that only waits for KV to come back looks again at what it can do."""
+        if self._pending is not None and self._pending.asleep:
+            self.stop()
+            self._observer.step(self._pending, 0.0)
+            self._pending = None
+            self._wake_up = self._loop.call_soon(self._advance)
 
     def stop(self) -> None:
         """Cancel the timer; nothing is delivered any more."""

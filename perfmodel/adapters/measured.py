@@ -64,7 +64,7 @@ class Row:
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a table. Raises ConfigError without the required columns."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins with a mark
             reader = csv.DictReader(file)
             missing = [column for column in REQUIRED if column not in (reader.fieldnames or ())]
             if missing:

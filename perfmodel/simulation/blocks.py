@@ -181,6 +181,7 @@ def grow(c: Cluster, e: int, r: int, tokens: int) -> bool:
         unlink(c, e, block)
         forget(c, e, block)
         c.blocks[block].ref = 1
+        c.blocks[block].ready_s = 0.0
         c.tables[r, request.block_count] = block
         request.block_count += 1
     return True
@@ -230,15 +231,19 @@ def hit_blocks(c: Cluster, e: int, r: int) -> int:
 
 
 @compiled
-def share(c: Cluster, e: int, r: int, count: int) -> None:
-    """Hold the first `count` blocks of the request's table, which `hit_blocks` has written."""
+def share(c: Cluster, e: int, r: int, count: int) -> float:
+    """Hold the first `count` blocks of the request's table, which `hit_blocks` has written. When all of them are there:
+    some may be on their way from the lower tier."""
+    ready_s = 0.0
     for place in range(count):
         block = c.tables[r, place]
+        ready_s = max(ready_s, c.blocks[block].ready_s)
         if c.blocks[block].ref == 0:
             unlink(c, e, block)
         c.blocks[block].ref += 1
     c.requests[r].block_count = count
     c.requests[r].stored = count
+    return ready_s
 
 
 @compiled

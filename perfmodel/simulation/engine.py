@@ -10,7 +10,7 @@ one event, as many as there are until the first answer ends or KV room runs out.
 shortens the run to the step in progress (`shorten`), which is exact: nothing visible happened inside.
 
 Differences to `scheduler.EngineCore`: no choices (n = 1), no aborts, answers as long as the trace says; noise is drawn
-once a run (a run of k steps gets the noise of their mean); a restored block is found by others before it has arrived.
+once a run (a run of k steps gets the noise of their mean).
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _start(c: Cluster, e: int, r: int, found: tuple[int, int], now_s: float) -> 
     engine, plan, request = c.engines[e], c.plan[0], c.requests[r]
     hits, restored = found
     width = c.totals[0].block_tokens
-    share(c, e, r, hits)
+    ready_s = share(c, e, r, hits)
     request.computed = request.tokens - 1 if request.carried else (hits + restored) * width
     if request.cached < 0:
         note_first_scheduled(c, e, r, now_s)
@@ -213,9 +213,13 @@ def _start(c: Cluster, e: int, r: int, found: tuple[int, int], now_s: float) -> 
         grow(c, e, r, request.computed)
         publish(c, e, r)
         engine.link_free_s = max(engine.link_free_s, now_s) + restored * engine.restore_s
-        request.ready_s = engine.link_free_s
+        ready_s = max(ready_s, engine.link_free_s)
+        for place in range(hits, hits + restored):
+            c.blocks[c.tables[r, place]].ready_s = engine.link_free_s
         engine.restored_tokens += restored * width
         c.totals[0].restored_tokens += restored * width
+    request.ready_s = ready_s
+    if ready_s > now_s:
         plan.sleeping += 1
         plan.wake_s = min(plan.wake_s, request.ready_s)
         return

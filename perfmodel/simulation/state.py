@@ -86,12 +86,12 @@ a prefill engine; `watched`: its end is told even to a policy that does not list
 BLOCK = np.dtype(
     [
         ("key", _INT), ("ref", np.int32), ("before", np.int32), ("after", np.int32), ("twin", np.int32),
-        ("elder", np.int32), ("last", np.int32),
+        ("elder", np.int32), ("last", np.int32), ("ready_s", np.float64),
     ]
 )  # fmt: skip
 """One KV block: its prefix (0: nameless), holders, place in the free queue, and the next copy of the same prefix, the
-one before it and, of the oldest copy, the youngest: a prompt that thousands share has as many copies of its end. A
-block of the lower tier has its place in the order of last use instead.
+one before it and, of the oldest copy, the youngest: a prompt that thousands share has as many copies of its end; and
+when its contents have come from the lower tier. A block of that tier has its place in the order of last use instead.
 """
 
 TRANSFER = np.dtype([("at_s", _REAL), ("request", _INT), ("target", _INT)])

@@ -311,6 +311,14 @@ def test_an_org_that_is_not_there_is_told_where_it_is_named(sqlite_url: str, tmp
     for words in (("prices", "add", str(path)), ("bill", "correct", "--org", "acne", *span)):
         result = run(sqlite_url, *words)
         assert (result.exit_code, result.stderr) == (1, sentence)
+    for value, told in (
+        ("\n", "org is empty; expected"),
+        ('"\\ud800"\n', "org is '\\ud800'; the id"),
+        ("x" * 10_000, "org is '"),
+    ):
+        path.write_text(BOOK + f"org: {value}")
+        result = run(sqlite_url, "prices", "add", str(path))
+        assert result.exit_code == 1 and told in result.stderr and len(result.stderr) < 300
     assert answer(sqlite_url, "prices", "list")["data"] == []
     assert answer(sqlite_url, "bill", "correct", "--org", "acme", *span)["corrected_count"] == 0
 

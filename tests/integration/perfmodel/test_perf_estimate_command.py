@@ -176,3 +176,11 @@ def test_another_table_is_refused(tmp_path: Path, content: str, sentence: str) -
     missing = CliRunner().invoke(APP, ["perf", "estimate", "--rows", str(tmp_path / "no.csv"), "--out", "o.csv"])
     assert missing.exit_code == 1
     assert "No such file" in missing.stderr
+
+
+def test_a_table_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    table, out = write(tmp_path / "rows.csv", [DENSE]), tmp_path / "out.csv"
+    table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes())
+    result = CliRunner().invoke(APP, ["perf", "estimate", "--rows", str(table), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert next(csv.DictReader(out.open(encoding="utf-8")))["error"] == ""

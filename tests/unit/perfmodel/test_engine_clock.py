@@ -171,3 +171,24 @@ async def test_a_request_in_its_last_step_still_counts_as_running() -> None:
 def test_an_impossible_speed_is_refused(speed: float) -> None:
     with pytest.raises(ConfigError, match="expected above 0 and at most 1,000,000"):
         ClockConfig(speed)
+
+
+async def test_when_a_client_leaves_whose_kv_was_coming_back_the_next_one_runs() -> None:
+    """The engine sleeps until a restore that nobody waits for any more: 1,000 s here."""
+    dial, watcher = Dial(), Watcher()
+    limits = {"block_count": 9, "block_size_tokens": 4, "tier_block_count": 100, "restore_s_per_block": 1_000.0}
+    clock = EngineClock(EngineCore(EngineConfig(**limits), OneSecond()), ClockConfig(SPEED), watcher, dial.read)  # type: ignore[arg-type] # by name
+    for name, first in (("a", 0), ("evicts a", 100), ("a again", 0)):
+        clock.submit(SimRequest(name, list(range(first, first + 28)), 1, ignore_eos=True), watcher)
+        await asyncio.sleep(0.005)
+        dial.now_s += 0.010
+        if name != "a again":
+            await until(lambda: clock.live_count == 0)
+    clock.submit(SimRequest("waits for room", list(range(200, 228)), 1, ignore_eos=True), watcher)
+    await asyncio.sleep(0.005)
+    assert clock.live_count == 2
+    clock.abort("a again")
+    await asyncio.sleep(0.005)
+    dial.now_s += 0.010
+    await until(lambda: clock.live_count == 0)
+    assert watcher.taken[-1].request_id == "waits for room"

@@ -235,3 +235,18 @@ def test_hidden_speed_and_noise_change_times_and_nothing_else() -> None:
     assert noisy == ends_s(noise_ratio=0.1) != ends_s(noise_ratio=0.1, seed=2)
     assert sum(noisy) / 390 == pytest.approx(1.0, abs=0.02)
     assert 0.08 < (sum((each - 1) ** 2 for each in noisy) / 390) ** 0.5 < 0.12
+
+
+def test_kv_that_nobody_waits_for_any_more_still_comes_when_it_comes() -> None:
+    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=1.0, max_batched_tokens=64)
+    core.submit(ask("a", 16, 1), 0.0)
+    core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
+    run(core)
+    core.submit(ask("leaves", 16, 1), 10.0)
+    assert core.step(10.0) is not None
+    core.abort("leaves", 10.5)
+    core.submit(ask("a again", 16, 1), 11.0)
+    finished = endings(run(core, 11.0))["a again", 0]
+    # Three blocks asked for at 10 are there at 13, not sooner and not a second time.
+    assert (finished.cached_tokens, finished.first_token_at_s) == (12, 14.0)
+    assert core.stats().external_hits_tokens == 12
