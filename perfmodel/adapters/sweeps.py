@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -279,8 +279,11 @@ class _Cluster:
 
     def _look(self, seen_s: float) -> float:
         """When the cluster last had a worker. Raises SweepError where that is too long ago."""
-        if self._client.status == "running" and self._client.scheduler_info()["workers"]:
-            return time.monotonic()
+        try:
+            if self._client.status == "running" and within(_DASK_ANSWER_S, self._client.scheduler_info)["workers"]:
+                return time.monotonic()
+        except TimeoutError:
+            raise self._gone(f"its scheduler does not answer within {_DASK_ANSWER_S:.0f} s") from None
         if time.monotonic() - seen_s > _DASK_WORKER_S:
             raise self._gone(f"no worker for {_DASK_WORKER_S:.0f} s")
         return seen_s
@@ -313,10 +316,32 @@ def _library() -> Any:
         ) from None
 
 
+def within(limit_s: float, work: Callable[[], Any]) -> Any:
+    """What `work` returns, within `limit_s`: Dask's own calls wait for ever on a scheduler that is stopped.
+
+    Raises TimeoutError, and then leaves it to a thread that does not keep the process alive; else what `work` raises.
+    """
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as fault:
+            done.set_exception(fault)
+
+    threading.Thread(target=run, daemon=True, name="dask-call").start()
+    return done.result(timeout=limit_s)
+
+
 @contextmanager
 def _connected(library: Any, address: str) -> Iterator[Any]:
+    scheme, _, place = address.rpartition("://")
+    if scheme not in ("", "tcp", "tls", "ws", "wss", "ucx") or ":" not in place:  # else Dask leaves half a client
+        raise ConfigError(f"--dask is {address!r}; expected an address like tcp://host:8786")
     try:
-        client = library.Client(address, timeout=_DASK_ANSWER_S, set_as_default=False)
+        client = within(
+            _DASK_ANSWER_S + 1, lambda: library.Client(address, timeout=_DASK_ANSWER_S, set_as_default=False)
+        )
     except (OSError, TimeoutError):
         raise SweepError(
             f"no Dask scheduler answers at {address} within {_DASK_ANSWER_S:.0f} s; expected the address that "
@@ -333,7 +358,8 @@ def _connected(library: Any, address: str) -> Iterator[Any]:
             ) from None
         yield client
     finally:
-        client.close()
+        with suppress(TimeoutError):  # a scheduler that is stopped does not say goodbye
+            within(_DASK_ANSWER_S, client.close)
 
 
 @contextmanager

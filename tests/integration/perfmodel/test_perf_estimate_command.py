@@ -183,4 +183,4 @@ def test_a_table_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> N
     table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes())
     result = CliRunner().invoke(APP, ["perf", "estimate", "--rows", str(table), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert next(csv.DictReader(out.open(encoding="utf-8")))["error"] == ""
+    assert next(csv.DictReader(out.read_text(encoding="utf-8").splitlines()))["error"] == ""

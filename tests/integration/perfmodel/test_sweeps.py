@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -179,8 +180,19 @@ def test_a_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyP
     address = f"tcp://127.0.0.1:{services.free_tcp_port()}"
     with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:"):
         run_sweep(add_up, JOBS, dask=address)
-    with pytest.raises(ConfigError, match="--dask is"):
-        run_sweep(add_up, JOBS, dask="carrier-pigeon://nest")
+    for name in ("carrier-pigeon://nest", "foo"):
+        with pytest.raises(ConfigError, match="--dask is"):
+            run_sweep(add_up, JOBS, dask=name)
+
+
+def test_a_scheduler_that_says_nothing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("perfmodel.adapters.sweeps._DASK_ANSWER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:"):
+            run_sweep(add_up, JOBS, dask=address)
 
 
 _INTERRUPTED = """
