@@ -391,8 +391,11 @@ class Buckets:
                 self._pool(bucket, spent)
                 bucket.level += returned
         bucket.level -= ask.debt
-        for generation, tokens in ask.credits:
-            bucket.level += self._credit(bucket, generation, tokens)
+        paid = sum(self._credit(bucket, generation, tokens) for generation, tokens in ask.credits)
+        bucket.level += paid
+        # Of a bucket that is full but for its pools, their last token stands for the fraction: it is paid only once.
+        if paid and bucket.level + bucket.out + sum(pool[1] for pool in bucket.pools) >= ask.limit.burst:
+            bucket.fraction = 0
         if ask.limit.dimension is not Dimension.CONCURRENCY:
             self._top(ask.limit, bucket)
         return bucket.generation if spent == ask.spent else 0

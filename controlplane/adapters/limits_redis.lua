@@ -207,9 +207,10 @@ local function credit(bucket, generation, tokens)
       local paid = min(tokens, pools[i + 1])
       pools[i + 1] = pools[i + 1] - paid
       bucket[1] = bucket[1] + paid
-      return
+      return paid
     end
   end
+  return 0
 end
 
 local function report(ask, bucket)
@@ -224,8 +225,14 @@ local function report(ask, bucket)
     end
   end
   bucket[1] = bucket[1] - ask.debt
+  local paid = 0
   for generation, tokens in string.gmatch(ask.credits, '(%d+):(%d+)') do
-    credit(bucket, tonumber(generation), tonumber(tokens))
+    paid = paid + credit(bucket, tonumber(generation), tonumber(tokens))
+  end
+  if paid > 0 then
+    local held = bucket[1] + out_of(bucket)
+    for i = 2, #bucket[6], 2 do held = held + bucket[6][i] end
+    if held >= ask.burst then bucket[2] = 0 end
   end
   if not ask.slots then top(ask, bucket, out_of(bucket)) end
   return spent == ask.spent and bucket[5] or 0

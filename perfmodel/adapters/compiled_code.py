@@ -1,7 +1,8 @@
 """Keeps machine code on disk, so that only the first run on a machine waits for the compiler.
 
 Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba), the form
-of its files, and switching the cache on. Does not own: what is compiled (`simulation`, `replay_loop`, `queueing`).
+of its files, switching the cache on, and whether it has what is asked for. Does not own: what is compiled
+(`simulation`, `replay_loop`, `queueing`) or what a user is told (`perf_compiling`).
 Nothing is written beside the installed package, which numba's own `cache=True` would do; without a folder that can be
 written, the compiler just runs again. Why files of our own: numba trusts what it finds, so that one emptied or cut file
 breaks every later run, and its index lets two processes give one data file to two signatures. Here a file names its
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from enum import StrEnum
+from glob import escape
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
@@ -50,6 +53,42 @@ def remember_compiled_loops(folder: Path | None = None) -> bool:
     from perfmodel.queueing import loops
 
     return _remember([*_compiled_in(replay_loop), *_compiled_in(loops)], folder)
+
+
+class CompiledState(StrEnum):
+    """Whether a first call waits for the compiler."""
+
+    READY = "ready"
+    TO_COMPILE = "to compile"
+    CANNOT_KEEP = "to compile each time"
+
+
+def simulation_state(folder: Path | None = None) -> CompiledState:
+    """Switches the cache on as `remember_compiled_code`. READY when all that Python calls of the simulation is kept."""
+    from perfmodel.simulation.cluster import compiled_entries
+
+    keeps = remember_compiled_code(folder)
+    return _state(keeps, all(map(_is_ready, compiled_entries())))
+
+
+def loops_state(folder: Path | None = None) -> CompiledState:
+    """As `simulation_state`, for the loops of the closed forms. READY when any is kept: no command uses all of them."""
+    from perfmodel import replay_loop
+    from perfmodel.queueing import loops
+
+    keeps = remember_compiled_loops(folder)
+    return _state(keeps, any(map(_is_ready, [*_compiled_in(replay_loop), *_compiled_in(loops)])))
+
+
+def _state(keeps: bool, ready: bool) -> CompiledState:
+    if ready:
+        return CompiledState.READY
+    return CompiledState.TO_COMPILE if keeps else CompiledState.CANNOT_KEEP
+
+
+def _is_ready(entry: Any) -> bool:
+    """Compiled in this process, or kept on disk for some signature; reading it shows whether the file is whole."""
+    return bool(entry.signatures) or (isinstance(entry._cache, _SealedCache) and entry._cache.has_file())
 
 
 def _compiled_in(module: ModuleType) -> list[Any]:
@@ -115,6 +154,10 @@ class _SealedFile(IndexDataCacheFile):
             return None
         return data if (stamp, kept_key) == (self._source_stamp, key) else None
 
+    def has_file(self) -> bool:
+        """Whether anything is kept of this function, for whatever signature."""
+        return any(Path(self._cache_path).glob(f"{escape(self._sealed_base)}.*.code"))
+
     def _sealed_path(self, key: object) -> str:
         name = sha256(repr(key).encode()).hexdigest()[:_DIGEST_LETTERS]
         return str(Path(self._cache_path) / f"{self._sealed_base}.{name}.code")
@@ -126,7 +169,12 @@ class _SealedCache(FunctionCache):
     def __init__(self, function: Any) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]  # numba has no types
         locator = self._impl.locator
-        self._cache_file = _SealedFile(locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp())
+        self._sealed = _SealedFile(locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp())
+        self._cache_file = self._sealed
+
+    def has_file(self) -> bool:
+        """Whether anything is kept of this function, for whatever signature."""
+        return self._sealed.has_file()
 
     def save_overload(self, sig: object, data: object) -> None:
         """Keep it where there is a folder; a folder that is gone and cannot be made again is no fault."""

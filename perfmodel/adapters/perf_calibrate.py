@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perfmodel.adapters.perf_output import guard, progress, show_json
+from perfmodel.adapters.perf_table import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,12 @@ _LEAST_GROUP_POINTS = 5
 
 # Candidates of `--choose-shrinkage`: ridge weights relative to the defaults.
 _CANDIDATES = (0.3, 1.0, 3.0)
+
+# Lines of a table that are named for one reason of refusal.
+_SHOWN_LINES = 6
+
+# Names of what was left out, as in docs/performance-model.md ("How far off it is"), by the keys of the JSON.
+_SPLIT_WORDS = {"within": "curves", "gpu": "device", "combo": "pair", "model": "family"}
 
 # Where the columns are said.
 _DATA_HELP = "CSV table of measurements; columns: docs/performance-model.md, 'Columns of `perf estimate`'."
@@ -67,7 +74,7 @@ def calibrate(
         if as_json:
             show_json(report)
         else:
-            _show(report)
+            _show(report, refused)
 
 
 def _calibrated(
@@ -93,10 +100,15 @@ def _calibrated(
     whole = replace(whole, coefficients=replace(whole.coefficients, bands=validation.bands(answers)))
     splits: dict[str, object] = {}
     misses: dict[str, object] = {}
+    unjudged: dict[str, int] = {}
     for scheme in Scheme:
         own = [answer for answer in answers if answer.scheme is scheme]
+        if len(own) < len(rows):
+            unjudged[scheme.value] = len(rows) - len(own)
+        if not own:
+            continue
         splits[scheme.value] = {
-            **validation.error_table(own, lambda _: "all")["all"],
+            **validation.error_table(own, lambda _: "all").get("all", {}),
             **{f"saturation_{name}": value for name, value in validation.saturation(own).items()},
             **validation.coverage(own, whole.coefficients),
         }
@@ -109,6 +121,7 @@ def _calibrated(
         "rows": len(rows),
         "refused": _reasons(refused),
         "shrinkage": tried,
+        "rows_without_cross_validation": unjudged,
         "splits": splits,
         "saturation_misses": misses,
         "groups": {name: line for name, line in groups.items() if _points(line) >= _LEAST_GROUP_POINTS},
@@ -141,46 +154,84 @@ def _reasons(refused: Sequence[Refused]) -> dict[str, int]:
     """How many rows were refused, by reason without its figures."""
     counts: dict[str, int] = {}
     for row in refused:
-        reason = row.reason.split(":")[0].split(";")[0]
+        reason = _kind_of_reason(row)
         counts[reason] = counts.get(reason, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _show(report: Mapping[str, object]) -> None:
-    """The report as tables."""
-    from rich.console import Console
-    from rich.table import Table
+def _kind_of_reason(row: Refused) -> str:
+    return row.reason.split(":")[0].split(";")[0]
 
-    console = Console()
-    console.print(f"{report['rows']} rows fitted; refused: {report['refused']}")
-    for title, section in (("Cross-validated errors by split and load", "splits"), ("Residuals by group", "groups")):
-        table = Table(title=title)
-        for column in ("", "TPOT n", "median", "p90", "bias", "TTFT n", "median", "p90", "bias"):
-            table.add_column(column, justify="left" if column == "" else "right")
+
+def _refusal_words(refused: Sequence[Refused]) -> list[str]:
+    """One sentence for each reason: how many rows, their lines in the file, and the first in full."""
+    groups: dict[str, list[Refused]] = {}
+    for row in refused:
+        groups.setdefault(_kind_of_reason(row), []).append(row)
+    told = []
+    for rows in sorted(groups.values(), key=len, reverse=True):
+        lines = ", ".join(str(row.line) for row in rows[:_SHOWN_LINES])
+        more = f" and {len(rows) - _SHOWN_LINES} more" if len(rows) > _SHOWN_LINES else ""
+        if len(rows) == 1:
+            told.append(f"1 row is not used, line {lines}: {rows[0].reason}")
+        else:
+            told.append(f"{len(rows)} rows are not used, lines {lines}{more}; line {rows[0].line}: {rows[0].reason}")
+    return told
+
+
+def _unjudged_words(report: Mapping[str, object]) -> list[str]:
+    """One sentence for each split in which rows could not be predicted by the others."""
+    from perfmodel.calibration.fit import UNITS, Scheme
+
+    unjudged: Mapping[str, int] = report["rows_without_cross_validation"]  # type: ignore[assignment]  # built above
+    told = []
+    for name, count in unjudged.items():
+        unit, words = UNITS[Scheme(name)], _SPLIT_WORDS[name]
+        if count == report["rows"]:
+            told.append(f"not cross-validated by {words}: the rows with tpot_ms are all of one {unit}")
+        else:
+            told.append(f"{count} rows not cross-validated by {words}: without their {unit} no tpot_ms is left to fit")
+    return told
+
+
+def _show(report: Mapping[str, object], refused: Sequence[Refused]) -> None:
+    """The report as sentences and tables; a table without a row is left out."""
+    for sentence in (f"{report['rows']} rows fitted", *_refusal_words(refused), *_unjudged_words(report)):
+        typer.echo(sentence)
+    columns = ("", "TPOT n", "median", "p90", "bias", "TTFT n", "median", "p90", "bias")
+    for title, section in (
+        ("Cross-validated errors by what was left out and load", "splits"),
+        ("Residuals by group", "groups"),
+    ):
         lines: Mapping[str, Mapping[str, float]] = report[section]  # type: ignore[assignment]  # built above
+        rows = []
         for name, line in lines.items():
-            cells = [name]
+            cells = [_split_words(name) if section == "splits" else name]
             for quantity in ("tpot", "ttft"):
                 cells.append(f"{line.get(f'{quantity}_count', 0):.0f}")
                 cells.extend(_percent(line.get(f"{quantity}_{figure}_ratio")) for figure in ("median", "p90", "bias"))
-            table.add_row(*cells)
-        console.print(table)
+            rows.append(cells)
+        if rows:
+            print_table(title, columns, rows, left=("",))
     _show_misses(report["saturation_misses"])  # type: ignore[arg-type]  # built above
 
 
-def _show_misses(splits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
-    """Loads that were wrongly said to be saturated or not, by cause."""
-    from rich.console import Console
-    from rich.table import Table
+def _split_words(name: str) -> str:
+    """A key of the report's splits (`combo`, `combo closed_loop`) in the words of the documentation."""
+    split, space, kind = name.partition(" ")
+    return f"{_SPLIT_WORDS[split]}{space}{kind}"
 
-    table = Table(title="TTFT above 10 s, said wrongly by cause: missed / false")
-    for column in ("", *splits):
-        table.add_column(column, justify="left" if column == "" else "right")
+
+def _show_misses(splits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+    """Loads that were wrongly said to be saturated or not, by cause; nothing where none was."""
     none = {"missed": 0, "false": 0}
+    rows = []
     for cause in sorted({cause for causes in splits.values() for cause in causes}):
         counts = [causes.get(cause, none) for causes in splits.values()]
-        table.add_row(cause, *(f"{count['missed']} / {count['false']}" for count in counts))
-    Console().print(table)
+        rows.append([cause, *(f"{count['missed']} / {count['false']}" for count in counts)])
+    if rows:
+        title = "TTFT above 10 s, said wrongly by cause: missed / false"
+        print_table(title, ("", *map(_split_words, splits)), rows, left=("",))
 
 
 def _percent(value: float | None) -> str:

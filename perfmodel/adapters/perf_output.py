@@ -45,7 +45,8 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.advance(task, done)
 
 
-# Packages that `pip install inferplane` alone does not bring (pyproject.toml, the extra `perf`).
+# Packages of the extra `perf` (pyproject.toml), which an installation without it lacks. `make setup` brings them; the
+# project is on no package index.
 _EXTRAS = ("numba", "scipy", "plotly")
 
 
@@ -61,7 +62,7 @@ def guard() -> Iterator[None]:
     except ModuleNotFoundError as fault:
         if fault.name not in _EXTRAS:
             raise
-        fail(f"{fault.name} is not installed; expected `pip install 'inferplane[perf]'`")
+        fail(f"{fault.name} is not installed; from a checkout `make setup` installs it")
     except BrokenPipeError:
         raise  # the reader of a pipe has left (`| head`): typer ends without a word
     except OSError as fault:

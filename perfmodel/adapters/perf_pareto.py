@@ -80,7 +80,6 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
     from perfmodel.adapters import perf_output
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.plots import check_plot_path, write_plot
-    from perfmodel.adapters.sweeps import workers as places_of
     from perfmodel.errors import ConfigError
 
     with perf_output.guard():
@@ -97,10 +96,7 @@ def pareto(  # noqa: PLR0913 typer makes one option of each parameter
                 raise ConfigError("--spec is missing; expected it, or --model and --gpu")
             asked = _of_options(catalog, model, gpu, (isl, osl, cached_ratio), (weight_dtype, kv_dtype))
         sweep, parts = _parts(asked, catalog, mixed=mixed)
-        count = 1 if workers is None and dask is None else workers
-        shown = perf_output.progress("engines and batch sizes", len(parts))
-        with places_of(dask, count, most=len(parts)) as places, shown as done:
-            found = [point for points in places.map(_points, sweep, parts, done) for point in points]
+        found = _found(sweep, parts, dask, workers)
         if plot is not None:
             write_plot(_figure(found, asked), plot)
     if as_json:
@@ -185,6 +181,22 @@ def _parts(asked: _Asked, catalog: Catalog, *, mixed: bool) -> tuple[_Sweep, lis
     return sweep, [*parts, _Part(tuple(options), in_pairs=True)] if mixed else parts
 
 
+def _found(sweep: _Sweep, parts: list[_Part], dask: str | None, workers: int | None) -> list[Point]:
+    """The points of all parts, from this process alone unless workers are asked for."""
+    from perfmodel.adapters import sweeps
+    from perfmodel.adapters.perf_compiling import say_if_compiling
+    from perfmodel.adapters.perf_output import progress
+
+    if dask is None:
+        say_if_compiling(simulation=False)
+    count = 1 if workers is None and dask is None else workers
+    with (
+        sweeps.workers(dask, count, most=len(parts)) as places,
+        progress("engines and batch sizes", len(parts)) as done,
+    ):
+        return [point for points in places.map(_points, sweep, parts, done) for point in points]
+
+
 def _points(sweep: _Sweep, part: _Part) -> list[Point]:
     """The points of one part, as a job for any worker."""
     from perfmodel.adapters.compiled_code import remember_compiled_loops
@@ -235,33 +247,32 @@ def _as_json(found: list[Point], asked: _Asked) -> dict[str, object]:
 
 
 def _show(found: list[Point], asked: _Asked) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from perfmodel.adapters.offer_prices import price_words, unknown_words
+    from perfmodel.adapters.perf_table import print_table
     from perfmodel.search.pareto import fronts
 
-    console = Console()
+    columns = ("tok/s/user", "tok/s/device", "USD/Mtok out", "TTFT ms", "concurrency", "engine")
     for names, points in fronts(found).items():
-        table = Table("tok/s/user", "tok/s/device", "USD/Mtok out", "TTFT ms", "concurrency", "engine")
         own = [each for each in asked.prices if each.name in names]
-        table.title = f"{_front_name(names)} ({price_words(own)})"
+        rows = []
         for point in points:
             usd = _usd(point, asked)
-            table.add_row(
-                f"{point.user_tok_per_s:.1f}",
-                f"{point.device_tok_per_s:.1f}",
-                "" if usd is None else f"{usd:.3f}",
-                f"{point.ttft_mean_ms:.0f}",
-                str(point.concurrency_count),
-                point.what,
+            rows.append(
+                (
+                    f"{point.user_tok_per_s:.1f}",
+                    f"{point.device_tok_per_s:.1f}",
+                    "" if usd is None else f"{usd:.3f}",
+                    f"{point.ttft_mean_ms:.0f}",
+                    str(point.concurrency_count),
+                    point.what,
+                )
             )
-        console.print(table)
+        print_table(f"{_front_name(names)} ({price_words(own)})", columns, rows, left=("engine",))
         if len(names) > 1:
-            console.print(_NO_QUEUE)
+            typer.echo(_NO_QUEUE)
     unknown = unknown_words(asked.prices)
     if unknown is not None:
-        console.print(unknown)
+        typer.echo(unknown)
 
 
 def _figure(found: list[Point], asked: _Asked) -> Figure:

@@ -303,7 +303,7 @@ def _check_memory(world: World, runs: list[Run], where: tuple[str | None, int | 
 
 
 def _one(asked: _Request, world: World, run: Run) -> None:
-    from perfmodel.adapters.compiled_code import remember_compiled_code
+    from perfmodel.adapters.perf_compiling import say_if_compiling
     from perfmodel.adapters.plots import write_plot
     from perfmodel.adapters.sim_sweep import play, played, workload_of
     from perfmodel.adapters.sweeps import workers
@@ -313,7 +313,7 @@ def _one(asked: _Request, world: World, run: Run) -> None:
         with workers(*asked.where) as places, progress("simulating", 1) as advance:
             result = places.map(play, world, [run], advance)[0]
     else:
-        remember_compiled_code()
+        say_if_compiling(simulation=True)
         started_s = time.perf_counter()
         _, count = workload_of(world, run)
         with progress("simulating", count) as advance:
@@ -330,9 +330,12 @@ def _one(asked: _Request, world: World, run: Run) -> None:
 
 def _several(asked: _Request, world: World, runs: list[Run]) -> None:
     from perfmodel.adapters import sim_sweep
+    from perfmodel.adapters.perf_compiling import say_if_compiling
     from perfmodel.adapters.plots import write_plot
     from perfmodel.adapters.sweeps import workers
 
+    if asked.where[0] is None:
+        say_if_compiling(simulation=True)
     started_s = time.perf_counter()
     with workers(*asked.where, most=len(runs)) as places, progress("simulating runs", len(runs)) as advance:
         results = places.map(sim_sweep.play, world, runs, advance)
@@ -388,30 +391,37 @@ def _milliseconds(durations: Durations) -> dict[str, float | None]:
 
 
 def _show_table(result: SimResult, policy: str, wall_s: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    from perfmodel.adapters.perf_table import counted, print_table
     from perfmodel.adapters.sim_sweep import duration_words
 
-    table = Table(title=f"{policy}: {result.requests:,} requests on {len(result.engines)} engines")
-    for column in ("", "mean", "p50", "p95", "p99"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, durations in (("TTFT", result.ttft), ("TPOT", result.tpot), ("end to end", result.end_to_end)):
-        figures = _milliseconds(durations).values()
-        table.add_row(name, *map(duration_words, figures))
-    console = Console()
-    console.print(table)
-    busy = [engine.busy_ratio for engine in result.engines]
+    rows = [
+        [name, *map(duration_words, _milliseconds(durations).values())]
+        for name, durations in (("TTFT", result.ttft), ("TPOT", result.tpot), ("end to end", result.end_to_end))
+    ]
+    print_table(f"{policy}: {_played_words(result)}", ("", "mean", "p50", "p95", "p99"), rows, left=("",))
     shares = (("prefix hits", result.prefix_hit_ratio), ("goodput", result.goodput_ratio))
     lines = [f"{name} {'-' if value is None else f'{value:.1%}'}" for name, value in shares]
-    lines.append(f"engines not idle {min(busy):.0%} to {max(busy):.0%} of the time")
+    busy = [engine.busy_ratio for engine in result.engines]
+    lines.append(
+        f"engine not idle {busy[0]:.0%} of the time"
+        if len(busy) == 1
+        else f"engines not idle {min(busy):.0%} to {max(busy):.0%} of the time"
+    )
     lines.append(f"{result.output_tok_per_s:,.0f} output tokens/s over {result.sim_s:,.0f} s ({wall_s:.1f} s of work)")
-    console.print("; ".join(lines))
+    typer.echo("; ".join(lines))
     too_long_count = result.refused_count - result.refused_by_policy_count
     if too_long_count:
-        typer.echo(f"{too_long_count:,} requests refused: longer than the KV cache of the engine they were sent to")
+        refused = counted(too_long_count, "request")
+        typer.echo(f"{refused} refused: longer than the KV cache of the engine that was picked")
     if result.refused_by_policy_count:
-        typer.echo(f"{result.refused_by_policy_count:,} requests refused by the policy {policy}: it picked no engine")
+        refused = counted(result.refused_by_policy_count, "request")
+        typer.echo(f"{refused} refused by the policy {policy}: it picked no engine")
+
+
+def _played_words(result: SimResult) -> str:
+    from perfmodel.adapters.perf_table import counted
+
+    return f"{counted(result.requests, 'request')} on {counted(len(result.engines), 'engine')}"
 
 
 def _show_overload(result: SimResult, slo_ttft_s: float, closed_loop: bool) -> None:
@@ -455,6 +465,5 @@ def _figure(result: SimResult, slo_ttft_s: float, policy: str) -> Figure:
     figure.update_xaxes(title_text="simulated time, s", row=2, col=1)
     figure.update_yaxes(title_text="requests/s", rangemode="tozero", row=2, col=1)
     figure.update_yaxes(title_text="mean TTFT, s", rangemode="tozero", row=2, col=1, secondary_y=True)
-    engines = len(result.engines)
-    figure.update_layout(title=f"{result.requests:,} requests on {engines} engines, {policy}", template="plotly_white")
+    figure.update_layout(title=f"{_played_words(result)}, {policy}", template="plotly_white")
     return figure

@@ -18,6 +18,7 @@ from perfmodel.search.costs import TokenCosts
 from perfmodel.search.flips import BreakEven, Flip
 from perfmodel.search.moves import Moves
 from perfmodel.search.plan import Candidate, PoolPlan, PoolRole, Rejection, RejectionReason, TrafficClass
+from perfmodel.search.rating import ClassFigures, class_figures
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,20 +84,25 @@ def _show_candidate(
     from rich.table import Table
 
     found, sure, costs = told
+    rater = raters(period.sized)[found.classes]
+    figures = class_figures(rater, found.pools)
     console.print(f"\n  {' and '.join(found.classes)}, {found.topology}:")
     for pool in found.pools:
         console.print(f"    {_pool_words(pool)}", markup=False)
     table = Table("class", "figure", "promised", "predicted", "80 % band", pad_edge=False)
     for each in period.period.classes:
         if each.name in found.classes:
-            for row in _figures(each, found, sure):
+            for row in _figures(each, figures[each.name], sure):
                 table.add_row(*row)
     console.print(table)
-    simulated = raters(period.sized)[found.classes].known_goodput(found.pools)
+    simulated = rater.known_goodput(found.pools)
     if simulated is not None:
         needed = max(each.slo.goodput_ratio for each in period.period.classes if each.name in found.classes)
-        console.print(f"    simulated with {answer.policy}: {simulated:.3f} of requests in time, promised {needed:g}")
-    console.print(f"    {_cost_words(costs)}; engines {found.predicted.utilisation_ratio:.0%} busy")
+        strictest = ", all classes held to the strictest of their limits" if len(found.classes) > 1 else ""
+        share = f"{simulated:.3f} of requests in time, promised {needed:g}{strictest}"
+        console.print(f"    simulated with {answer.policy}: {share}")
+    console.print(f"    {_cost_words(costs)}")
+    console.print(f"    the P90 load is {found.predicted.utilisation_ratio:.0%} of what the serving replicas can carry")
     console.print(f"    {_certainty_words(sure)}", markup=False)
 
 
@@ -106,9 +112,11 @@ def _pool_words(pool: PoolPlan) -> str:
     return f"{pool.serving_count}{spare} {replicas} for {_ROLES[pool.role]}: {described(pool.option)}"
 
 
-def _figures(each: TrafficClass, found: Candidate, sure: Certainty | None) -> Iterator[tuple[str, str, str, str, str]]:
+def _figures(
+    each: TrafficClass, told: ClassFigures, sure: Certainty | None
+) -> Iterator[tuple[str, str, str, str, str]]:
     """Rows of the table: limits, predictions at the promised percentile, and bands."""
-    told, slo = found.predicted, each.slo
+    slo = each.slo
     percentile = f"p{slo.percentile_ratio * 100:g}"
     bands: tuple[str, str, str] = ("not known",) * 3
     if sure is not None:
@@ -117,7 +125,7 @@ def _figures(each: TrafficClass, found: Candidate, sure: Certainty | None) -> It
         bands = (
             f"{ttft[0]:.0f} to {ttft[1]:.0f} ms",
             f"{tpot[0]:.1f} to {tpot[1]:.1f} ms",
-            f"{sure.goodput_low_ratio:.3f} to {sure.goodput_high_ratio:.3f}",
+            f"{sure.goodput_low_ratio[each.name]:.3f} to {sure.goodput_high_ratio[each.name]:.3f}",
         )
     yield each.name, f"TTFT {percentile}", f"{slo.ttft_ms:g} ms", f"{told.ttft_percentile_ms:.0f} ms", bands[0]
     yield "", f"TPOT {percentile}", f"{slo.tpot_ms:g} ms", f"{told.tpot_percentile_ms:.1f} ms", bands[1]

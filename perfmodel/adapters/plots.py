@@ -41,7 +41,7 @@ def check_plot_path(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--plot is {path}; expected a file that can be written")
     if find_spec("plotly") is None:
-        raise PlotError("--plot needs Plotly, which is not installed; expected `pip install 'inferplane[perf]'`")
+        raise PlotError("--plot needs Plotly, which is not installed; from a checkout `make setup` installs it")
     if path.suffix == ".png":
         _browser()
 

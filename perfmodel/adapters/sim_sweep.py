@@ -15,8 +15,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
+import typer
 
 from perfmodel.adapters.compiled_code import remember_compiled_code
+from perfmodel.adapters.perf_table import counted, print_table
 from perfmodel.adapters.policy_names import policy_factory
 from perfmodel.errors import ConfigError
 from perfmodel.simulation.run import (
@@ -113,7 +115,7 @@ def check_memory(world: World, run: Run, free_bytes: float) -> None:
     if fleet_bytes > free_bytes:
         count = sum(spec.count for spec in world.engines[run.replicas])
         raise ConfigError(
-            f"the KV blocks of {count:,} engines would take {fleet_bytes / 1e9:,.1f} GB of memory here and "
+            f"the KV blocks of {counted(count, 'engine')} would take {fleet_bytes / 1e9:,.1f} GB of memory here and "
             f"{free_bytes / 1e9:,.1f} GB are free; expected fewer engines (--replicas), or a trace with wider blocks "
             f"than {trace.block_tokens or 16} tokens"
         )
@@ -199,40 +201,29 @@ def _mean(values: Sequence[object]) -> object:
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
-# Columns of a table that goes to a file or a pipe, where no line has to fit a window.
-_PIPE_COLUMNS = 160
-
-
 def show(entries: Sequence[Mapping[str, object]], wall_s: float) -> None:
     """The summary as a table; a column that is the same everywhere is said above it."""
-    from rich.console import Console
-    from rich.table import Table
-
     varied = [name for name in _CONFIGURATION if len({str(entry[name]) for entry in entries}) > 1]
     same = [f"{name} {entries[0][name]}" for name in _CONFIGURATION if name not in varied]
     columns = [*varied, "goodput", "TTFT mean / p95", "TPOT p50", "prefix hits", "output tok/s"]
-    table = Table(title=", ".join(same))
-    for column in columns:
-        text = column in ("trace", "policy")
-        table.add_column(column, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    rows = []
     for entry in entries:
         ttft, tpot = entry["ttft_ms"], entry["tpot_ms"]
         assert isinstance(ttft, dict) and isinstance(tpot, dict)
-        table.add_row(
-            *(str(entry[name]) for name in varied),
-            _spread(entry),
-            f"{duration_words(ttft['mean'])} / {duration_words(ttft['p95'])}",
-            duration_words(tpot["p50"]),
-            _percent(entry["prefix_hit_ratio"]),
-            f"{entry['output_tok_per_s']:,.0f}",
+        rows.append(
+            [
+                *(str(entry[name]) for name in varied),
+                _spread(entry),
+                f"{duration_words(ttft['mean'])} / {duration_words(ttft['p95'])}",
+                duration_words(tpot["p50"]),
+                _percent(entry["prefix_hit_ratio"]),
+                f"{entry['output_tok_per_s']:,.0f}",
+            ]
         )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_COLUMNS)
-    console.print(table)
+    print_table(", ".join(same), columns, rows, left=("trace", "policy"))
     count = entries[0]["seeds"]
     means = f"means over {count} seeds, goodput with its lowest and highest; " if count != 1 else ""
-    console.print(f"{means}{wall_s:.1f} s of work")
+    typer.echo(f"{means}{wall_s:.1f} s of work")
 
 
 def _spread(entry: Mapping[str, object]) -> str:
@@ -266,35 +257,57 @@ def figure(entries: Sequence[Mapping[str, object]], slo_ttft_s: float) -> Figure
     from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
-    counted = next((name for name in ("replicas", "copies") if len({str(e[name]) for e in entries}) > 1), None)
-    others = [name for name in _CONFIGURATION if name != counted and len({str(e[name]) for e in entries}) > 1]
+    over = next((name for name in ("replicas", "copies") if len({str(e[name]) for e in entries}) > 1), None)
+    others = [name for name in _CONFIGURATION if name != over and len({str(e[name]) for e in entries}) > 1]
     lines: dict[str, list[Mapping[str, object]]] = {}
     for entry in entries:
-        lines.setdefault(", ".join(str(entry[name]) for name in others) if counted else "", []).append(entry)
+        lines.setdefault(", ".join(str(entry[name]) for name in others) if over else "", []).append(entry)
     drawn = make_subplots(rows=1, cols=2, subplot_titles=("Requests within the promise", "Time to first token, p95"))
     for place, (label, line) in enumerate(lines.items()):
         style = {"color": qualitative.Plotly[place % len(qualitative.Plotly)]}
-        x = [entry[counted] if counted else ", ".join(str(entry[name]) for name in others) for entry in line]
+        x = [entry[over] if over else ", ".join(str(entry[name]) for name in others) for entry in line]
         shares = [entry["goodput_ratio"] for entry in line]
-        ends = [(entry["goodput_ratio_lowest"], entry["goodput_ratio_highest"]) for entry in line]
         kept = [100 * share if isinstance(share, float) else None for share in shares]
-        up = [100 * (high - mid) if isinstance(high, float) and isinstance(mid, float) else 0.0
-              for (_, high), mid in zip(ends, shares, strict=True)]  # fmt: skip
-        down = [100 * (mid - low) if isinstance(low, float) and isinstance(mid, float) else 0.0
-                for (low, _), mid in zip(ends, shares, strict=True)]  # fmt: skip
-        bars = {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
-        common = {"x": x, "mode": "lines+markers" if counted else "markers", "legendgroup": label, "marker": style}
-        drawn.add_scatter(y=kept, error_y=bars, name=label, showlegend=bool(label), row=1, col=1, **common)
+        common = {"x": x, "mode": "lines+markers" if over else "markers", "legendgroup": label, "marker": style}
+        drawn.add_scatter(y=kept, error_y=_bars(line), name=label, showlegend=bool(label), row=1, col=1, **common)
         waits = [_part(entry["ttft_ms"], "p95") for entry in line]
         drawn.add_scatter(y=waits, name=label, showlegend=False, row=1, col=2, **common)
-    drawn.add_hline(y=slo_ttft_s, line_dash="dash", annotation_text="promised", row=1, col=2)
-    drawn.update_xaxes(title_text={"replicas": "engines", "copies": "copies of the trace"}.get(counted or "", ""))
+    # A label of the line itself: an annotation on a logarithmic axis would stand at ten to the power of its place.
+    drawn.add_hline(
+        y=slo_ttft_s, line_dash="dash", label={"text": "promised", "textposition": "end"}, row=1, col=2
+    )  # fmt: skip
+    drawn.update_xaxes(title_text={"replicas": "engines", "copies": "copies of the trace"}.get(over or "", ""))
+    if over:
+        counts = [count for count in (entry[over] for entry in entries) if isinstance(count, int)]
+        drawn.update_xaxes(tickformat=",d", dtick=1 if max(counts) - min(counts) <= _EACH_COUNT_SPAN else None)
     drawn.update_yaxes(title_text="%", rangemode="tozero", row=1, col=1)
     drawn.update_yaxes(title_text="s", type="log", row=1, col=2)
-    drawn.update_layout(
-        title=f"{len(entries)} configurations, {entries[0]['seeds']} seeds each", template="plotly_white"
-    )
+    seeds, each = entries[0]["seeds"], " each" if len(entries) > 1 else ""
+    assert isinstance(seeds, int)
+    title = f"{counted(len(entries), 'configuration')}, {counted(seeds, 'seed')}{each}"
+    drawn.update_layout(title=title, template="plotly_white")
     return drawn
+
+
+# Engines or copies between the ends of an axis up to which each whole number gets a tick; beyond, Plotly's own ticks
+# are whole numbers too, even on a screen of 4000 pixels (it puts one at most every 80).
+_EACH_COUNT_SPAN = 20
+
+
+def _bars(line: Sequence[Mapping[str, object]]) -> dict[str, object] | None:
+    """From goodput's lowest seed to its highest, around the mean, in %; None for one seed, which has no spread."""
+    if all(entry["seeds"] == 1 for entry in line):
+        return None
+    up, down = [], []
+    for entry in line:
+        low, mean, high = (entry[f"goodput_ratio{end}"] for end in ("_lowest", "", "_highest"))
+        if isinstance(low, float) and isinstance(mean, float) and isinstance(high, float):
+            up.append(100 * (high - mean))
+            down.append(100 * (mean - low))
+        else:
+            up.append(0.0)
+            down.append(0.0)
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
 
 
 def _part(value: object, name: str) -> float | None:

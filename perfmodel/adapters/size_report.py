@@ -24,8 +24,8 @@ from perfmodel.search.check import replayed
 from perfmodel.search.costs import TokenCosts, group_costs
 from perfmodel.search.flips import INPUT_QUESTIONS, BreakEven, Flip, break_evens, input_flips, plan_words
 from perfmodel.search.moves import Moves, StartSpeed, moves
-from perfmodel.search.plan import Candidate, EngineOption, PoolPlan, Rejection, TrafficClass
-from perfmodel.search.rating import Check, Memory, Rater
+from perfmodel.search.plan import Candidate, EngineOption, PoolPlan, Rejection, RejectionReason, TrafficClass
+from perfmodel.search.rating import Check, ClassFigures, Memory, Rater, class_figures
 from perfmodel.search.steps import AfdSteps, BandwidthSteps
 from perfmodel.serving import Steps
 from perfmodel.step_time import StepModel
@@ -75,6 +75,7 @@ def answered(
     answers: list[PeriodAnswer] = []
     sentence = None
     for period in spec.periods:
+        where = _where(spec, period)
         models = dict.fromkeys(each.model for each in period.classes)
         problem = Problem(
             period.classes,
@@ -86,20 +87,22 @@ def answered(
             check,
             memory=Memory(),
         )
-        with progress(f"{period.name}: searching the cheapest plan", group_count(period.classes)) as advance:
+        with progress(f"{where}searching the cheapest plan", group_count(period.classes)) as advance:
             sized = size(problem, partial(advance, 1))
         answer = _period_answer(period, problem, sized)
         if flips and sized.plan is not None:
-            with progress(
-                f"{period.name}: what would change the plan", INPUT_QUESTIONS + len(spec.fleet.offers)
-            ) as advance:
+            with progress(f"{where}what would change the plan", INPUT_QUESTIONS + len(spec.fleet.offers)) as advance:
                 answer = _with_flips(answer, problem, advance)
         answers.append(replace(answer, certainties=_certainties(answer, coefficients, catalog)))
         if sized.impossible is not None:
-            where = "" if len(spec.periods) == 1 else f"{period.name}: "
             sentence = where + sized.impossible.sentence
             break
     return Answer(spec, tuple(answers), () if sentence else tuple(_moves(spec, answers)), sentence, policy)
+
+
+def _where(spec: SizeSpec, period: Period) -> str:
+    """The period before what is said of it; a spec without periods has one that nobody named."""
+    return f"{period.name}: " if len(spec.periods) > 1 else ""
 
 
 def _period_answer(period: Period, problem: Problem, sized: Sized) -> PeriodAnswer:
@@ -245,10 +248,13 @@ def _predicted_json(answer: PeriodAnswer, policy: str | None) -> dict[str, objec
     told: dict[str, object] = {}
     rated = raters(answer.sized)
     for found, costs, sure in zip(plan.candidates, answer.costs, answer.certainties, strict=True):
-        simulated = rated[found.classes].known_goodput(found.pools)
+        rater = rated[found.classes]
+        simulated = rater.known_goodput(found.pools)
+        figures = class_figures(rater, found.pools)
         for name in found.classes:
             told[name] = {
-                **_class_json(found, costs, classes[name], sure),
+                **_class_json(classes[name], figures[name], sure),
+                **_shared_json(found, costs, name),
                 "goodput_ratio_simulated": simulated,
                 "simulated_policy": None if simulated is None else policy,
             }
@@ -259,9 +265,8 @@ def _predicted_json(answer: PeriodAnswer, policy: str | None) -> dict[str, objec
     return {"goodput_ratio": min(each.predicted.goodput_ratio for each in plan.candidates), "classes": told}
 
 
-def _class_json(found: Candidate, costs: TokenCosts, each: TrafficClass, sure: Certainty | None) -> dict[str, object]:
+def _class_json(each: TrafficClass, told: ClassFigures, sure: Certainty | None) -> dict[str, object]:
     """`band_low` and `band_high` bound the percentile with 80 % (goodput: what it is at the other two's far ends)."""
-    told = found.predicted
     percentile = f"p{each.slo.percentile_ratio * 100:g}"
 
     def latency(mean_ms: float, at_ms: float, limit_ms: float, band: Band | None) -> dict[str, object]:
@@ -281,13 +286,19 @@ def _class_json(found: Candidate, costs: TokenCosts, each: TrafficClass, sure: C
             told.tpot_mean_ms, told.tpot_percentile_ms, each.slo.tpot_ms, None if sure is None else sure.tpot
         ),
         "goodput_ratio": told.goodput_ratio,
-        "goodput_ratio_band_low": None if sure is None else sure.goodput_low_ratio,
-        "goodput_ratio_band_high": None if sure is None else sure.goodput_high_ratio,
+        "goodput_ratio_band_low": None if sure is None else sure.goodput_low_ratio[each.name],
+        "goodput_ratio_band_high": None if sure is None else sure.goodput_high_ratio[each.name],
         "extrapolated": None if sure is None else sure.extrapolated,
         "nearest_calibrated": None if sure is None else list(sure.nearest),
-        "utilisation_ratio": told.utilisation_ratio,
-        "batch_mean": told.batch_mean_count,
-        "shares_pools_with": [name for name in found.classes if name != each.name],
+    }
+
+
+def _shared_json(found: Candidate, costs: TokenCosts, own: str) -> dict[str, object]:
+    """What a class has in common with those that it shares pools with."""
+    return {
+        "utilisation_ratio": found.predicted.utilisation_ratio,
+        "batch_mean": found.predicted.batch_mean_count,
+        "shares_pools_with": [name for name in found.classes if name != own],
         "cost_usd_per_h": costs.usd_per_h,
         "usd_per_million_tokens": {
             "uncached_input": costs.uncached_usd_per_million,
@@ -312,7 +323,7 @@ def _rejection_json(each: Rejection, period: str | None) -> dict[str, object]:
 
 
 def _sensitivity_json(answer: PeriodAnswer) -> dict[str, object]:
-    dearer = [each for each in answer.sized.rejections if each.usd_per_h is not None]
+    dearer = [each for each in answer.sized.rejections if each.reason is RejectionReason.COSTS_MORE]
     runner_up = min(dearer, key=lambda each: (each.usd_per_h or 0.0, each.what), default=None)
     return {
         "runner_up": None
@@ -377,14 +388,20 @@ def figure(answer: Answer) -> Figure:
                 _draw_rows(drawn, period, group.rater.load.names, rows)
         plan = period.sized.plan
         for found in plan.candidates if plan else ():
-            told = found.predicted
-            slo = next(each.slo for each in period.period.classes if each.name == found.classes[0])
-            use = max(told.ttft_percentile_ms / slo.ttft_ms, told.tpot_percentile_ms / slo.tpot_ms)
+            told = class_figures(raters(period.sized)[found.classes], found.pools)
+            use = max(
+                max(
+                    told[each.name].ttft_percentile_ms / each.slo.ttft_ms,
+                    told[each.name].tpot_percentile_ms / each.slo.tpot_ms,
+                )
+                for each in period.period.classes
+                if each.name in told
+            )
             drawn.add_scatter(
                 x=[plan.usd_per_h if plan else 0.0],
                 y=[use],
                 mode="markers",
-                name=f"plan {'/'.join(found.classes)} {period.period.name}",
+                name=f"{_where(answer.spec, period.period)}plan {'/'.join(found.classes)}",
                 marker={"symbol": "star", "size": 16},
             )
     drawn.update_layout(

@@ -54,6 +54,19 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 # More devices, replicas or tokens than a site has.
 _MOST_COUNT = 1_000_000
 
+# Fields at the top of a spec, of a load and of its choices (docs/size-spec.md).
+_FIELDS = (
+    "model", "load", "slo", "classes", "periods", "accelerators", "racks", "spare", "choices", "engine", "era",
+    "weight_load_gb_per_s", "warm_up_s",
+)  # fmt: skip
+_LOAD_FIELDS = (
+    "rate_p50_per_s", "rate_p90_per_s", "input_tokens", "output_tokens", "lengths", "cached_ratio", "burstiness_cv2",
+)  # fmt: skip
+_CHOICE_FIELDS = (
+    "topologies", "weight_formats", "kv_formats", "tensor_parallel", "pipeline_parallel", "attention_data_parallel",
+    "expert_parallel", "chunk_tokens", "max_sequences",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Period:
@@ -89,6 +102,7 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; expected the fields of a spec") from None
     root = Section("", content)
+    root.only(*_FIELDS)
     classes = _classes(root, catalog)
     offers, prices = _offers(root, catalog)
     fleet = Fleet(offers, _racks(root), _spare(root))
@@ -102,7 +116,6 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         warm_up_s=root.number("warm_up_s", _WARM_UP_S, least=0),
         prices=prices,
     )
-    root.finish()
     return spec
 
 
@@ -124,14 +137,13 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 class Section:
-    """One mapping of the file. Mutable: it remembers which keys were read, so that `finish` can refuse the others."""
+    """One mapping of the file. `only` comes first: a mistyped field is told as such, not as one that is missing."""
 
     def __init__(self, path: str, content: object) -> None:
         if not isinstance(content, dict):
             raise ConfigError(f"{path or 'the spec'} is {_shown(content)}; expected a mapping")
         self.path = path
         self._content: dict[object, object] = content
-        self._known: list[str] = []
 
     def at(self, key: str) -> str:
         """The path of a key."""
@@ -139,12 +151,10 @@ class Section:
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value."""
-        self._known.append(key)
         return self._content.get(key) is not None
 
     def raw(self, key: str) -> object:
         """The value as YAML gave it; None where it is missing."""
-        self._known.append(key)
         return self._content.get(key)
 
     def section(self, key: str) -> Section:
@@ -155,7 +165,6 @@ class Section:
 
     def names(self) -> list[str]:
         """Keys, for a mapping whose keys are names."""
-        self._known.extend(str(key) for key in self._content)
         return [str(key) for key in self._content]
 
     def number(
@@ -209,12 +218,12 @@ class Section:
             raise ConfigError(f"{self.at(key)} is {_shown(value)}; expected a list of at least one")
         return tuple(dict.fromkeys(read(f"{self.at(key)}[{index}]", item) for index, item in enumerate(value)))
 
-    def finish(self) -> None:
-        """Refuse keys that nothing reads."""
+    def only(self, *fields: str) -> None:
+        """Raises ConfigError for a key that is none of these fields."""
         for key in self._content:
-            if str(key) not in self._known:
-                near = difflib.get_close_matches(str(key), self._known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(set(self._known)))}"
+            if str(key) not in fields:
+                near = difflib.get_close_matches(str(key), fields, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(fields))}"
                 raise ConfigError(f"{self.at(str(key))} is no field of a spec{hint}")
 
 
@@ -251,13 +260,14 @@ def read_demand(section: Section, fallback: Demand | None = None) -> Demand:
     if section.has("share_ratio"):
         if fallback is None:
             raise ConfigError(f"{section.at('share_ratio')} needs a load at the top of the spec to be a share of")
+        section.only("share_ratio")
         share = section.number("share_ratio", above=0)
-        section.finish()
         return replace(
             fallback,
             rate_p50_per_s=fallback.rate_p50_per_s * share,
             rate_p90_per_s=fallback.rate_p90_per_s * share,
         )
+    section.only(*_LOAD_FIELDS, *(("share_ratio",) if fallback is not None else ()))
     with _where(section.path, "load."):
         p50 = section.number("rate_p50_per_s")
         demand = Demand(
@@ -269,12 +279,12 @@ def read_demand(section: Section, fallback: Demand | None = None) -> Demand:
             cached_ratio=section.number("cached_ratio", 0.0),
             burstiness_cv2_ratio=section.number("burstiness_cv2", 1.0),
         )
-    section.finish()
     return demand
 
 
 def read_slo(section: Section) -> Slo:
     """The promise of a class; `percentile` is in per cent."""
+    section.only("ttft_ms", "tpot_ms", "percentile", "goodput_ratio")
     with _where(section.path, "slo."):
         percentile_ratio = section.number("percentile", 90.0) / 100
         slo = Slo(
@@ -283,7 +293,6 @@ def read_slo(section: Section) -> Slo:
             percentile_ratio=percentile_ratio,
             goodput_ratio=section.number("goodput_ratio", percentile_ratio),
         )
-    section.finish()
     return slo
 
 
@@ -315,6 +324,7 @@ def _classes(root: Section, catalog: Catalog) -> tuple[TrafficClass, ...]:
     classes = []
     for index, entry in enumerate(entries):
         section = Section(f"classes[{index}]", entry)
+        section.only("name", "model", "load", "slo")
         name = section.text("name")
         own_model = section.text("model", model or "")
         if not own_model:
@@ -323,7 +333,6 @@ def _classes(root: Section, catalog: Catalog) -> tuple[TrafficClass, ...]:
         own_slo = read_slo(section.section("slo")) if section.has("slo") else slo
         if own_demand is None or own_slo is None:
             raise ConfigError(f"{section.at('load' if own_demand is None else 'slo')} is missing; expected a mapping")
-        section.finish()
         classes.append(TrafficClass(name, _model_name(catalog, section.at("model"), own_model), own_demand, own_slo))
     names = [each.name for each in classes]
     if len(set(names)) < len(names):
@@ -346,10 +355,10 @@ def _periods(root: Section, classes: tuple[TrafficClass, ...]) -> tuple[Period, 
     periods = []
     for name in section.names():
         own = section.section(name)
+        own.only("hours", "load_ratio", "classes")
         hours = own.number("hours", above=0)
         ratio = own.number("load_ratio", 1.0, above=0)
         ratios = _class_ratios(own, classes)
-        own.finish()
         periods.append(
             Period(name, hours, tuple(_scaled(each, ratios.get(each.name, ratio)) for each in classes)),
         )
@@ -382,6 +391,8 @@ def _scaled(each: TrafficClass, ratio: float) -> TrafficClass:
 def _offers(root: Section, catalog: Catalog) -> tuple[tuple[Offer, ...], tuple[OfferPrice, ...]]:
     section = root.section("accelerators")
     owns = {name: section.section(name) for name in section.names()}
+    for own in owns.values():
+        own.only("inventory", "usd_per_h", "price", "owned", "unit", "network_gb_per_s")
     kind = _kind_for_the_others(owns, catalog)
     offers, prices = [], []
     for name, own in owns.items():
@@ -389,7 +400,6 @@ def _offers(root: Section, catalog: Catalog) -> tuple[tuple[Offer, ...], tuple[O
         price = _price(own, hardware, catalog, kind)
         offers.append(_offer(own, hardware, price.usd_per_h or 0.0))
         prices.append(price)
-        own.finish()
     return tuple(offers), tuple(prices)
 
 
@@ -417,10 +427,10 @@ def _offer(section: Section, hardware: Hardware, usd_per_h: float) -> Offer:
     unit = PurchaseUnit()
     if section.has("unit"):
         own = section.section("unit")
+        own.only("devices", "name", "kw")
         devices = own.whole("devices", 1, least=1)
         watts = own.number("kw", above=0) * 1000 if own.has("kw") else _unit_watts(hardware, devices)
         unit = PurchaseUnit(own.text("name", "device" if devices == 1 else "node"), devices, watts)
-        own.finish()
     else:
         unit = PurchaseUnit(watts=_unit_watts(hardware, 1))
     network = hardware.scaleout_bytes_per_s
@@ -462,6 +472,7 @@ def _price(section: Section, hardware: Hardware, catalog: Catalog, shared: Price
 def _ownership(section: Section) -> Ownership:
     """How an owned device is written off: `owned: {capex_usd, years, utilisation_ratio, watts, pue, usd_per_kwh}`."""
     own = section.section("owned")
+    own.only("capex_usd", "years", "utilisation_ratio", "watts", "pue", "usd_per_kwh", "other_usd_per_h")
 
     def known(key: str) -> float | None:
         return own.number(key, above=0) if own.has(key) else None
@@ -476,7 +487,6 @@ def _ownership(section: Section) -> Ownership:
             usd_per_kwh=known("usd_per_kwh"),
             other_usd_per_h=own.number("other_usd_per_h", 0.0),
         )
-    own.finish()
     return ownership
 
 
@@ -484,8 +494,8 @@ def _racks(root: Section) -> RackLimit | None:
     if not root.has("racks"):
         return None
     section = root.section("racks")
+    section.only("count", "kw")
     limit = RackLimit(section.whole("count", least=1), section.number("kw", above=0) * 1000)
-    section.finish()
     return limit
 
 
@@ -493,6 +503,7 @@ def _spare(root: Section) -> SpareRule:
     if not root.has("spare"):
         return SpareRule()
     section = root.section("spare")
+    section.only("replicas", "zones", "zone_load", "rolling", "rolling_load")
     rule = SpareRule(
         replica_count=section.whole("replicas", 0),
         zone_count=section.whole("zones", 1, least=1),
@@ -500,7 +511,6 @@ def _spare(root: Section) -> SpareRule:
         rolling_count=section.whole("rolling", 0),
         rolling_demand=section.word("rolling_load", DemandLevel, DemandLevel.P50),
     )
-    section.finish()
     return rule
 
 
@@ -513,6 +523,7 @@ def _choices(root: Section) -> Choices:
     if not root.has("choices"):
         return default
     section = root.section("choices")
+    section.only(*_CHOICE_FIELDS)
     expert_parallel = section.raw("expert_parallel")
     if expert_parallel is None:
         expert_parallel = default.expert_parallel
@@ -531,5 +542,4 @@ def _choices(root: Section) -> Choices:
         chunk_tokens=section.listed("chunk_tokens", default.chunk_tokens, _count),
         max_sequence_count=section.whole("max_sequences", default.max_sequence_count, least=1),
     )
-    section.finish()
     return choices

@@ -34,6 +34,11 @@ _TIME_DIGITS, _THINK_DIGITS = 6, 3
 _FIELDS = ("t", "session", "isl", "osl", "blocks", "block_tokens", "tier")
 # Keys without which a line says nothing: another format has none or few of them.
 _NEEDED = frozenset({"t", "isl", "osl", "tier"})
+# What a line must be, in the words of every sentence on one that is not.
+_EXPECTED = (
+    f"expected a JSON object with {', '.join(name for name in _FIELDS if name in _NEEDED)} (and, where known, "
+    f"{', '.join(name for name in _FIELDS if name not in _NEEDED)})"
+)
 _TIER_CODES = {tier.label: int(tier) for tier in Tier}
 
 
@@ -155,13 +160,13 @@ class _Rows:
     def add(self, line: bytes, number: int) -> None:
         """Take one line. Raises ConfigError for fields of a wrong type; values are checked by the chunk."""
         if line.isspace():
-            raise ConfigError(f"line {number}: it is empty; expected a JSON object")
+            raise ConfigError(f"line {number}: it is empty; {_EXPECTED}")
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError as fault:
-            raise ConfigError(f"line {number}: it is no JSON ({fault}); expected an object with isl and osl") from None
+            raise ConfigError(f"line {number}: it is no JSON ({fault}); {_EXPECTED}") from None
         if not isinstance(record, dict):
-            raise ConfigError(f"line {number}: it is {_short(record)}; expected an object with {', '.join(_FIELDS)}")
+            raise ConfigError(f"line {number}: it is {_short(record)}; {_EXPECTED}")
         if not record.keys() >= _NEEDED:
             raise ConfigError(f"line {number}: {_other_format(record)}")
         if "model" in record:
@@ -241,7 +246,7 @@ def _other_format(record: dict[str, Any]) -> str:
     """What a line lacks, what it has, and what a line of a trace has."""
     missing = ", ".join(name for name in _FIELDS if name in _NEEDED - record.keys())
     found = ", ".join(str(name)[:20] for name in list(record)[:8]) or "nothing"
-    return f"{missing} missing; expected an object with {', '.join(_FIELDS)}; it has {found}"
+    return f"{missing} missing; {_EXPECTED}; it has {found}"
 
 
 def _number(record: dict[str, Any], name: str, number: int) -> float:

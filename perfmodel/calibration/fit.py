@@ -96,6 +96,15 @@ class Scheme(StrEnum):
     FAMILY = "model"
 
 
+# What a scheme leaves out one of, in the words of the reports.
+UNITS = {
+    Scheme.WITHIN: "curve",
+    Scheme.GPU: "device",
+    Scheme.PAIR: "(model, device) pair",
+    Scheme.FAMILY: "model family",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """Ridge weights, in points: a correction of a group with as many points as its weight is about half free."""
@@ -381,10 +390,18 @@ def cross_validate(
     penalties: Penalties | None = None,
     done: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """Seconds per token of every row, predicted by a fit that left its fold out."""
+    """Seconds per token of every row, predicted by a fit that left its fold out.
+
+    Raises ConfigError where there is one fold only: nothing would be left to fit.
+    """
     answers = np.zeros(len(problem.observations))
     everything = np.arange(len(problem.observations))
-    for left_out in folds(problem.observations, scheme):
+    parts = folds(problem.observations, scheme)
+    if len(parts) < 2:
+        raise ConfigError(
+            f"calibration: the rows with tpot_ms are of one {UNITS[scheme]}; expected at least two, to leave one out"
+        )
+    for left_out in parts:
         kept = np.setdiff1d(everything, left_out)
         answers[left_out] = predict(problem, fit(problem, penalties, kept).coefficients, left_out)
         done(1)

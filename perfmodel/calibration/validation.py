@@ -189,7 +189,8 @@ def cross_validate(
     """Every row as predicted by a calibration that left its fold out.
 
     The first token's group factors are fitted to the fold's own training rows; the replays they start from are those
-    of the whole calibration, whose step times moved little by the rows left out.
+    of the whole calibration, whose step times moved little by the rows left out. A fold that leaves no row with a TPOT
+    to fit (rows of one family, one device or one curve) gets no answers.
     """
     start = replace(whole.first_token, scale_factors={})
     raw = _raw_ttft(rows, whole.coefficients, start)
@@ -198,6 +199,9 @@ def cross_validate(
     for left_out in folds(rows, scheme):
         kept = np.setdiff1d(everything, left_out)
         training = [rows[place] for place in kept]
+        if all(row.observation() is None for row in training):
+            done(len(left_out))
+            continue
         coefficients = _fitted(training, penalties)
         first = replace(start, scale_factors=first_factors(training, raw[kept]))
         answers.extend(

@@ -32,7 +32,7 @@ from perfmodel.search.plan import (
     added_counts,
 )
 from perfmodel.search.purchase import Bill, Purchasing
-from perfmodel.search.rating import Floats, Latencies, Rater, Verdict, judged, latencies, prediction
+from perfmodel.search.rating import Floats, Latencies, Rater, Verdict, judged, latencies, miss_words, prediction
 from perfmodel.serving import Served
 
 Ints = NDArray[np.int64]
@@ -276,11 +276,11 @@ class CandidateSearch:
                 served = self._rater.half(role, option, most, rate)
                 verdict = judge(latencies([served]))
                 reason = verdict.reason(0) or RejectionReason.GOODPUT_MISSED
-                detail = f"with all {most} replicas at {rate:g} requests/s: "
+                detail = f"with {_all_words(most)} at {rate:g} requests/s: "
                 over = float(verdict.over[0])
                 if math.isinf(served.ttft_mean_ms):
                     reason = RejectionReason.LOAD_NOT_CARRIED
-                    detail += f"the queue grows without end, they carry {rate / served.utilisation_ratio:.2f}/s"
+                    detail += f"the queue grows without end, as it does from {rate / served.utilisation_ratio:.2f}/s on"
                     over = served.utilisation_ratio
                 else:
                     detail += miss_words(verdict, 0)
@@ -429,11 +429,8 @@ class CandidateSearch:
         return _taken(Rows(topology, rows.first, rows.second, rows.counts, rows.use, bill), bill.allowed)
 
 
-def miss_words(verdict: Verdict, index: int) -> str:
-    """How far a candidate is over the limit that it misses most."""
-    use = float(verdict.use[index])
-    times = f"{use:.0f}" if use >= 10 else f"{use:.2f}"
-    return f"{times} times the limit, {verdict.goodput[index]:.3f} of requests in time"
+def _all_words(count: int) -> str:
+    return "the only replica" if count == 1 else f"all {count} replicas"
 
 
 def _empty_bill() -> Bill:

@@ -8,13 +8,13 @@ the model, not how the queue varies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perfmodel.coefficients import Band, Coefficients
 from perfmodel.estimate import Kind, Known, Quantity, Split, band_key, nearest_group, split_of
 from perfmodel.search.plan import PoolPlan
-from perfmodel.search.rating import Latencies, Rater, judged, latencies
+from perfmodel.search.rating import Rater, class_figures
 
 # Least known first: a new family is the hardest to predict, then a new pair, then a new device.
 _LEAST_KNOWN = (Split.FAMILY, Split.PAIR, Split.GPU, Split.WITHIN)
@@ -22,16 +22,16 @@ _LEAST_KNOWN = (Split.FAMILY, Split.PAIR, Split.GPU, Split.WITHIN)
 
 @dataclass(frozen=True, slots=True)
 class Certainty:
-    """Factors of the 80 % bands, how far the least known pool is from what was calibrated, and each pool's nearest
-    group with its row count.
+    """Factors of the 80 % bands, how far the least known pool is from what was calibrated, each pool's nearest group
+    with its row count, and the share in time of each class at the bands' far and near ends, by its name.
     """
 
     ttft: Band
     tpot: Band
     split: Split
     nearest: tuple[str, ...]
-    goodput_low_ratio: float
-    goodput_high_ratio: float
+    goodput_low_ratio: Mapping[str, float]
+    goodput_high_ratio: Mapping[str, float]
 
     @property
     def extrapolated(self) -> bool:
@@ -73,9 +73,6 @@ def _band(quantity: Quantity, split: Split, kind: Kind, coefficients: Coefficien
     return next((coefficients.bands[key] for key in keys if key in coefficients.bands), None)
 
 
-def _goodput(rater: Rater, pools: Sequence[PoolPlan], factors: tuple[float, float]) -> float:
-    """The share in time if all TTFTs and TPOTs were these factors longer."""
-    told = latencies([rater.full(pools, rater.load.rate_p90_per_s)])
-    moved = Latencies(told.ttft_ms * factors[0], told.tpot_ms * factors[1])
-    slos = [each.slo for each in rater.load.classes]
-    return float(judged(moved, slos, rater.shifts_ms(pools[0].option)).goodput[0])
+def _goodput(rater: Rater, pools: Sequence[PoolPlan], factors: tuple[float, float]) -> dict[str, float]:
+    """Each class's share in time if all TTFTs and TPOTs were these factors longer."""
+    return {name: told.goodput_ratio for name, told in class_figures(rater, pools, *factors).items()}

@@ -19,7 +19,9 @@ from perfmodel.errors import ConfigError
 from perfmodel.search.candidates import (
     CandidateSearch,
     GroupCandidates,
+    Ints,
     Missed,
+    Rows,
     Trial,
     described,
     trial,
@@ -40,7 +42,7 @@ from perfmodel.search.plan import (
     TrafficClass,
 )
 from perfmodel.search.purchase import Purchasing
-from perfmodel.search.rating import Check, FullModel, GroupLoad, Memory, Rater, group_load
+from perfmodel.search.rating import Check, FullModel, GroupLoad, Memory, Rater, group_load, told_apart
 from perfmodel.serving import Steps
 
 # Groups of classes grow as the Bell numbers; above this many classes of one model only "each alone" and "all together"
@@ -126,7 +128,7 @@ def size(problem: Problem, searched_one: Callable[[], None] | None = None) -> Si
     alternatives = [_played(*each) for each in sorted(chooser.missed.values(), key=lambda each: each[1].order)]
     if best is not None:
         for group, tried, _ in best.picks:
-            alternatives += _dearer(group, tried, purchasing)
+            alternatives += _dearer(group, tried, purchasing, chooser)
     rejections = (*alternatives, *_refused(problem, groups, searched.refusals))
     if best is None:
         sentence = _why_nothing(groups, rejections)
@@ -261,18 +263,25 @@ def _count(counted: dict[tuple[object, ...], Rejection], names: tuple[str, ...],
 
 def _played(group: GroupCandidates, tried: Trial, why: Missed) -> Rejection:
     told = why.predicted
+    slos = [each.slo for each in group.rater.load.classes]
+    promised = max(slo.goodput_ratio for slo in slos)
+    ttft = told_apart(told.ttft_percentile_ms, min(slo.ttft_ms for slo in slos), 0)
+    tpot = told_apart(told.tpot_percentile_ms, min(slo.tpot_ms for slo in slos), 1)
+    goodput = told_apart(told.goodput_ratio, promised, 3)
+    missed = str(why.reason).removesuffix("_at_any_size")  # one size was played out
     return Rejection(
         classes=group.rater.load.names,
         what=f"{tried.topology}: {words(tried)}",
         reason=RejectionReason.MISSED_WHEN_PLAYED,
-        detail=f"{why.reason}: TTFT {told.ttft_percentile_ms:.0f} ms, TPOT {told.tpot_percentile_ms:.1f} ms, "
-        f"{told.goodput_ratio:.3f} of requests in time",
+        detail=f"{missed}: TTFT {ttft} ms, TPOT {tpot} ms, {goodput} of requests in time, promised {promised:g}",
         usd_per_h=tried.usd_per_h,
     )
 
 
-def _dearer(group: GroupCandidates, tried: Trial, purchasing: Purchasing) -> list[Rejection]:
-    """The cheapest alternative of every other topology and set of devices (as the halves rate it)."""
+def _dearer(group: GroupCandidates, tried: Trial, purchasing: Purchasing, chooser: Chooser) -> list[Rejection]:
+    """The cheapest alternative of every other topology and set of devices (as the halves rate it) that did not miss
+    when it was played out: those are told as such.
+    """
     own = (tried.topology, tuple(sorted(tried.device_counts())))
     told: list[Rejection] = []
     for rows in group.rows:
@@ -282,18 +291,34 @@ def _dearer(group: GroupCandidates, tried: Trial, purchasing: Purchasing) -> lis
             names = tuple(sorted(name for name, has in zip(purchasing.names, pattern, strict=True) if has))
             if (rows.topology, names) == own:
                 continue
-            other = trial(group, rows, int(mine[np.lexsort((rows.use[mine], rows.bill.usd_per_h[mine]))[0]]))
+            kept = _not_refused(group, rows, mine, chooser)
+            if not kept:
+                continue
+            other = kept[0]
             told.append(
                 Rejection(
                     classes=group.rater.load.names,
                     what=f"{rows.topology}: {words(other)}",
                     reason=RejectionReason.COSTS_MORE,
                     detail=_dearer_words(other, tried),
-                    candidate_count=len(mine),
+                    candidate_count=kept[1],
                     usd_per_h=other.usd_per_h,
                 )
             )
     return sorted(told, key=lambda each: (each.usd_per_h or 0.0, each.what))
+
+
+def _not_refused(group: GroupCandidates, rows: Rows, mine: Ints, chooser: Chooser) -> tuple[Trial, int] | None:
+    """The cheapest of these rows that did not miss when it was played out, and how many there are; None: all missed.
+
+    Rows that were never asked about count as not missed: what is dearer than the plan is not played out.
+    """
+    order = mine[np.lexsort((rows.use[mine], rows.bill.usd_per_h[mine]))]
+    for place, index in enumerate(order.tolist()):
+        other = trial(group, rows, index)
+        if not chooser.refused(group, other):
+            return other, len(order) - place
+    return None
 
 
 def _dearer_words(other: Trial, tried: Trial) -> str:
@@ -301,7 +326,7 @@ def _dearer_words(other: Trial, tried: Trial) -> str:
     if round(other.usd_per_h, 6) == round(tried.usd_per_h, 6):
         return f"{told}, the same, and have more room below their limits when replayed, or fewer replicas"
     if other.usd_per_h < tried.usd_per_h:
-        return f"{told}, but replicas that it needs when replayed make it dearer"
+        return f"{told}, but with pools for the other classes it makes the whole plan dearer"
     return told
 
 

@@ -8,6 +8,7 @@ a percentile of unequal requests; the replay sees their lengths, so the plan is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,8 +25,9 @@ CHECK_SEEDS = (1, 2, 3)
 def replayed(*, request_count: int = CHECK_REQUESTS, seeds: Sequence[int] = CHECK_SEEDS) -> FullModel:
     """A full model that replays a candidate with every seed; the mean of each figure over them.
 
-    A candidate that the closed form says cannot carry the load is not replayed: a run that ends hides a queue that
-    grows.
+    How much of the load that they can carry the pools use is the closed form's: a replay sees only how long they have
+    anything to do. A candidate that the closed form says cannot carry the load is not replayed: a run that ends hides a
+    queue that grows.
     """
 
     def full(rater: Rater, pools: Sequence[PoolPlan], rate_per_s: float) -> Served:
@@ -33,9 +35,10 @@ def replayed(*, request_count: int = CHECK_REQUESTS, seeds: Sequence[int] = CHEC
         if not np.isfinite(told.ttft_mean_ms):
             return told
         played = [pooled([_replay(rater, pool, rate_per_s, request_count, seed) for seed in seeds]) for pool in pools]
-        if len(pools) == 1:
-            return played[0]
-        return joined(played[0], played[1], rater.hand_over_ms(pools[0].option, pools[1].option))
+        shown = played[0]
+        if len(pools) > 1:
+            shown = joined(played[0], played[1], rater.hand_over_ms(pools[0].option, pools[1].option))
+        return replace(shown, utilisation_ratio=told.utilisation_ratio)
 
     return full
 

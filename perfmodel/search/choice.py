@@ -105,6 +105,10 @@ class Chooser:
                 self._note((group, tried, Missed(RejectionReason.GOODPUT_MISSED, told)))
         return self._checked[key]
 
+    def refused(self, group: GroupCandidates, tried: Trial) -> bool:
+        """Whether the trial, or a sibling that was rated higher, missed when it was played out."""
+        return f"{group.rater.load.names} {tried.key}" in self.missed or self._is_banned(group, tried)
+
     def _is_banned(self, group: GroupCandidates, tried: Trial) -> bool:
         names = group.rater.load.names
         return (names, tried.key) in self._banned or (names, tried.family) in self._banned
@@ -128,7 +132,7 @@ class Chooser:
         counts = fronts[0].counts
         for front in fronts[1:]:
             left, right = len(counts), len(front.counts)
-            counts = (counts[:, None, :] + front.counts[None, :, :]).reshape(left * right, -1)
+            counts = (counts[:, None, :] + front.counts[None, :, :]).reshape(left * right, counts.shape[1])
             rows = np.hstack([np.repeat(rows, right, axis=0), np.tile(np.arange(right), left)[:, None]])
             bill = purchasing.bill(counts)
             keep = np.flatnonzero(bill.allowed)

@@ -354,7 +354,10 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a group of pools would show at the P90 rate, serving replicas only."""
+    """What a group of pools would show at the P90 rate, serving replicas only. Percentiles are the merged stream's at
+    the first class's share, `goodput_ratio` is that of the class worst off, and `utilisation_ratio` is the rate over
+    the largest that the fuller pool carries.
+    """
 
     ttft_mean_ms: float
     ttft_percentile_ms: float

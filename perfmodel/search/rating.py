@@ -1,9 +1,9 @@
 """What a number of replicas of an engine would show under a load: the queueing model, asked for one group of classes.
 
-Owns: merging classes that share pools into one load, keeping each class's own limits, and shares of requests within a
-limit from three percentiles. Does not own: the queueing formulas (`queueing`), the hand-over between prefill and decode
-(`disaggregation`), step times (`step_time`), or what is bought (`search`). It remembers what it was asked, because the
-search asks for the same engine at many promises.
+Owns: merging classes that share pools into one load, keeping each class's own limits, shares of requests within a limit
+from three percentiles, and the words for how far a limit is missed. Does not own: the queueing formulas (`queueing`),
+the hand-over between prefill and decode (`disaggregation`), step times (`step_time`), or what is bought (`search`). It
+remembers what it was asked, because the search asks for the same engine at many promises.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ _LONGEST_MS = 86_400_000.0
 
 # Slope of a percentile that stands still (all requests alike), in milliseconds; only keeps a division finite.
 _LEAST_WIDTH_MS = 1e-9
+
+
+# More digits than any figure here means: two that are still alike are told as they are.
+_MOST_DIGITS = 6
+
+# From here on a multiple of a limit is told without digits: nobody needs "123.40 times".
+_FAR_RATIO = 10.0
 
 
 class Check(Protocol):
@@ -195,6 +202,25 @@ class Verdict:
         if not self.tpot_use[index] <= 1:
             return RejectionReason.TPOT_MISSED
         return None if self.goodput_short[index] <= 0 else RejectionReason.GOODPUT_MISSED
+
+
+def told_apart(value: float, limit: float, digits: int) -> str:
+    """`value` with `digits` decimals, or with as many more as tell it from the limit."""
+    while digits < _MOST_DIGITS and value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        digits += 1
+    return f"{value:.{digits}f}"
+
+
+def miss_words(verdict: Verdict, index: int) -> str:
+    """How far a candidate is over the limit that it misses most, and by how much too few requests are in time."""
+    use, goodput = float(verdict.use[index]), float(verdict.goodput[index])
+    short = float(verdict.goodput_short[index])
+    times = f"{use:.0f}" if use >= _FAR_RATIO else told_apart(use, 1.0, 2)
+    told = f"{times} times the limit"
+    if not short > 0:
+        return f"{told}, {goodput:.3f} of requests in time"
+    lacking = told_apart(short, 0.0, 3)
+    return f"{told}, {told_apart(goodput, goodput + short, 3)} of requests in time, {lacking} too few"
 
 
 def judged(times: Latencies, slos: Sequence[Slo], shifts_ms: Floats | Sequence[float]) -> Verdict:
@@ -382,7 +408,9 @@ def closed_form(rater: Rater, pools: Sequence[PoolPlan], rate_per_s: float) -> S
 
 
 def joined(before: Served, after: Served, hand_over_ms: float) -> Served:
-    """A prefill and a decode pool together: TPOT of the second, TTFT of the first and then the KV's way and a step."""
+    """A prefill and a decode pool together: TPOT of the second, TTFT of the first and then the KV's way and a step. The
+    fuller pool says how much of the load that both can carry is used.
+    """
     late_ms = hand_over_ms + after.ttft_p50_ms
     return replace(
         after,
@@ -390,6 +418,7 @@ def joined(before: Served, after: Served, hand_over_ms: float) -> Served:
         ttft_p50_ms=before.ttft_p50_ms + late_ms,
         ttft_p90_ms=before.ttft_p90_ms + late_ms,
         ttft_p99_ms=before.ttft_p99_ms + late_ms,
+        utilisation_ratio=max(before.utilisation_ratio, after.utilisation_ratio),
     )
 
 
@@ -398,6 +427,38 @@ def half_lengths(role: PoolRole, lengths: Lengths) -> Lengths:
     if role is PoolRole.PREFILL:
         return replace(lengths, output_tokens=1.0, output_cv2=0.0)
     return lengths if role is PoolRole.BOTH else replace(lengths, cached_ratio=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFigures:
+    """What one class of a group would show at the P90 rate: its own prompts, percentile and limits."""
+
+    ttft_mean_ms: float
+    ttft_percentile_ms: float
+    tpot_mean_ms: float
+    tpot_percentile_ms: float
+    goodput_ratio: float
+
+
+def class_figures(
+    rater: Rater, pools: Sequence[PoolPlan], ttft_ratio: float = 1.0, tpot_ratio: float = 1.0
+) -> dict[str, ClassFigures]:
+    """Figures by class name, as if every TTFT and TPOT were these factors longer."""
+    served = rater.full(pools, rater.load.rate_p90_per_s)
+    times = latencies([served])
+    told = {}
+    for each, shift_ms in zip(rater.load.classes, rater.shifts_ms(pools[0].option), strict=True):
+        slo = each.slo
+        ttft = np.maximum(times.ttft_ms.T + shift_ms, 0.0) * ttft_ratio
+        tpot = times.tpot_ms.T * tpot_ratio
+        told[each.name] = ClassFigures(
+            ttft_mean_ms=max(served.ttft_mean_ms + shift_ms, 0.0) * ttft_ratio,
+            ttft_percentile_ms=float(at_share(slo.percentile_ratio, *ttft)[0]),
+            tpot_mean_ms=served.tpot_mean_ms * tpot_ratio,
+            tpot_percentile_ms=float(at_share(slo.percentile_ratio, *tpot)[0]),
+            goodput_ratio=float((share_within(slo.ttft_ms, *ttft) * share_within(slo.tpot_ms, *tpot))[0]),
+        )
+    return told
 
 
 def prediction(served: Served, verdict: Verdict, index: int, slo: Slo) -> Prediction:

@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from perfmodel.adapters.catalog import load_catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
 from perfmodel.adapters.measured import configured
 from perfmodel.adapters.perf_cli import register
+from perfmodel.adapters.perf_output import guard
 from perfmodel.steady import Steady, settle
 
 APP = typer.Typer()
@@ -84,6 +86,52 @@ def test_a_table_is_fitted_reported_plotted_and_written(tmp_path: Path) -> None:
     assert again.read_bytes() == out.read_bytes()
     assert "36 rows fitted" in shown.stdout
     assert "Residuals by group" in shown.stdout
+    assert "1 row is not used, line 38: exclude is 'stalled'\n" in shown.stdout
+    assert "1 row is not used, line 39: units: tpot_ms is 0.001; expected 0.2 to 5000 milliseconds\n" in shown.stdout
+    assert "pair closed_loop" in shown.stdout and "combo" not in shown.stdout, "named as in the documents"
+    assert report["rows_without_cross_validation"] == {}
+
+
+def part(path: Path, source: Path, **fields: str) -> str:
+    """The rows of a table with these fields, without TTFT."""
+    with source.open(encoding="utf-8", newline="") as file:
+        rows = [{**row, "ttft_ms": ""} for row in csv.DictReader(file) if not row["exclude"]]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(row for row in rows if fields.items() <= row.items() and row["tpot_ms"] != "0.001")
+    return str(path)
+
+
+def test_rows_of_one_family_are_fitted_and_that_split_is_left_out(tmp_path: Path) -> None:
+    data = part(tmp_path / "part.csv", table(tmp_path / "in.csv"), model="Llama-3.3-70B")
+    told = CliRunner().invoke(APP, ["perf", "calibrate", "--data", data])
+    assert told.exit_code == 0, told.stderr
+    assert "12 rows fitted\n" in told.stdout
+    assert "not cross-validated by family: the rows with tpot_ms are all of one model family\n" in told.stdout
+    assert "TTFT above 10 s" not in told.stdout, "a table without a row is left out"
+    report = json.loads(CliRunner().invoke(APP, ["perf", "calibrate", "--data", data, "--json"]).stdout)
+    assert set(report["saturation_misses"]) == {"within", "gpu", "combo"}
+    assert report["rows_without_cross_validation"] == {"model": 12}
+    assert report["splits"]["gpu"]["tpot_count"] == 12 and "model" not in report["splits"]
+
+
+def test_rows_of_one_device_and_model_are_fitted(tmp_path: Path) -> None:
+    data = part(tmp_path / "part.csv", table(tmp_path / "in.csv"), model="Qwen3-32B", gpu="H100-SXM-80GB", isl="1024")
+    told = CliRunner().invoke(APP, ["perf", "calibrate", "--data", data])
+    assert told.exit_code == 0, told.stderr
+    for words in ("curves", "device", "pair", "family"):
+        assert f"not cross-validated by {words}: " in told.stdout
+    assert "Cross-validated errors" not in told.stdout and "Residuals" not in told.stdout
+    chosen = CliRunner().invoke(APP, ["perf", "calibrate", "--data", data, "--choose-shrinkage"])
+    assert chosen.exit_code == 2
+    assert "the rows with tpot_ms are of one (model, device) pair; expected at least two" in chosen.stderr
+
+
+def test_a_package_that_is_missing_is_said_with_what_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), guard():
+        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+    assert capsys.readouterr().err == "perf: scipy is not installed; from a checkout `make setup` installs it\n"
 
 
 def test_the_measurements_are_never_overwritten(tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def test_the_table_and_the_plot(tmp_path: Path) -> None:
     assert "H100-SXM-80GB TP" in done.stdout, "names are not cut"
     assert "TTFT p90" in done.stdout and " to " in done.stdout and "80 % band" in done.stdout
     assert "prices of different kinds" in done.stdout, "a reserved card beside a price of the spec is said"
-    assert "Candidates that keep the promise" in drawn.read_text(encoding="utf-8")
+    assert "of what the serving replicas can carry" in done.stdout and "% busy" not in done.stdout
+    page = drawn.read_text(encoding="utf-8")
+    assert "Candidates that keep the promise" in page and '"name":"plan all"' in page and "all_day" not in page
 
 
 def test_an_impossible_spec_says_the_bound(tmp_path: Path) -> None:
@@ -104,6 +106,11 @@ def test_day_and_night_give_two_plans_and_the_moves_between_them() -> None:
     answer = json.loads(done.stdout)
     plans = answer["plan"]["periods"]
     assert set(plans) == {"day", "night"}
+    night = answer["predicted"]["periods"]["night"]["classes"]
+    assert night["batch"]["shares_pools_with"] == ["chat"]
+    assert night["batch"]["goodput_ratio_band_low"] > 0.99, "a class is held against its own limits"
+    assert night["chat"]["goodput_ratio_band_low"] < 0.9
+    assert 0 < night["chat"]["utilisation_ratio"] == night["batch"]["utilisation_ratio"] < 0.99
     mean = (14 * plans["day"]["cost_usd_per_h"] + 10 * plans["night"]["cost_usd_per_h"]) / 24
     assert answer["cost_usd_per_h"] == pytest.approx(mean)
     changes = {(each["from"], each["to"]): each for each in answer["plan"]["moves"]}
@@ -158,6 +165,15 @@ def test_every_example_is_a_spec(name: str) -> None:
         ({"slo": {"ttft_ms": -1, "tpot_ms": 50}}, "slo.ttft_ms is -1"),
         ({"slo": {"ttft_ms": "fast", "tpot_ms": 50}}, "slo.ttft_ms is 'fast'; expected a number"),
         ({"slos": {}}, "slos is no field of a spec; did you mean 'slo'?"),
+        (
+            {"load": {"rate_p50_per_s": 1, "input_tokens": 9, "outptu_tokens": 9}},
+            "load.outptu_tokens is no field of a spec; did you mean 'output_tokens'?",
+        ),
+        ({"slo": {"ttft": 9, "tpot_ms": 9}}, "slo.ttft is no field of a spec; did you mean 'ttft_ms'?"),
+        (
+            {"accelerators": {"A100-SXM-80GB": {"inventroy": 8}}},
+            "accelerators.A100-SXM-80GB.inventroy is no field of a spec; did you mean 'inventory'?",
+        ),
         ({"accelerators": {"H101": {"inventory": 1}}}, "H100"),
         ({"accelerators": {"A100-SXM-80GB": {"inventory": 8}}}, "accelerators.A100-SXM-80GB.usd_per_h is missing"),
         ({"accelerators": {"A100-SXM-80GB": {"usd_per_h": 1, "inventory": 1.5}}}, "inventory is 1.5; expected a whole"),

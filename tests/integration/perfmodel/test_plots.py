@@ -94,7 +94,7 @@ def test_what_is_no_file_that_can_be_written_is_said_before_the_work(tmp_path: P
         check_plot_path(folder)
 
 
-def test_without_plotly_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_the_way_to_get_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(PlotError, match=r"pip install 'inferplane\[perf\]'"):
+    with pytest.raises(PlotError, match="from a checkout `make setup` installs it"):
         check_plot_path(tmp_path / "plot.html")

@@ -532,3 +532,20 @@ def test_a_limit_is_small_from_the_first_answer_that_tells_of_another_process() 
     assert pair.leases.urgent
     assert pair.report() == 1
     assert pair.level(daily) == 100
+
+
+def test_a_fraction_that_a_pools_token_stands_for_is_not_paid_beside_it() -> None:
+    """A burst of 2 that fills in 100 s: of three requests within 1.1 s the third would be 0.98 of a token too many."""
+    one, store, second = limit(Dimension.OUTPUT_TOKENS, 2, 100, name="one"), Buckets(), 1_000_000
+
+    def ask(at_s: float, sequence: int, lease_id: str, **told: Any) -> Reply:
+        at_us = int((10 + at_s) * second)
+        return store.attempt(Attempt("p", sequence, (Ask(one, lease_id, **told),)), at_us)
+
+    assert ask(0.0, 0, "a", need=1).admitted
+    generation = ask(0.05, 1, "a", spent=1).buckets[0].generation
+    assert ask(49.0, 0, "b", need=1).admitted
+    ask(49.05, 2, "b", spent=1)
+    ask(49.1, 3, "z", credits=((generation, 1),))
+    assert ask(49.2, 0, "c", need=1).admitted
+    assert not ask(50.1, 0, "d", need=1).admitted

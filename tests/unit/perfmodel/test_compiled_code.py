@@ -97,6 +97,39 @@ def test_without_a_folder_the_compiler_runs(tmp_path: Path) -> None:
     assert function(2.0) == 4.0
 
 
+def test_what_is_kept_is_ready_and_nothing_else_is(tmp_path: Path) -> None:
+    def ready(function: Any) -> bool:
+        assert compiled_code._remember([function], tmp_path)
+        return compiled_code._is_ready(function)
+
+    @njit
+    def thrice(value):  # type: ignore[no-untyped-def]  # numba finds the types
+        return value + value + value
+
+    assert not compiled_code._is_ready(_made()), "no cache is switched on"
+    assert not ready(_made()) and not _files(tmp_path)
+    used = _made()
+    assert used(2.0) == 4.0 and compiled_code._is_ready(used), "compiled in this process"
+    _run(tmp_path)
+    assert ready(_made()), "kept by another process"
+    assert not ready(thrice), "kept is another function"
+    _files(tmp_path)[0].unlink()
+    assert not ready(_made())
+
+
+@pytest.mark.parametrize(
+    ("keeps", "ready", "state"),
+    [
+        (True, True, "ready"),
+        (False, True, "ready"),  # compiled in this process already
+        (True, False, "to compile"),
+        (False, False, "to compile each time"),
+    ],
+)
+def test_the_state_says_whether_the_compiler_runs(keeps: bool, ready: bool, state: str) -> None:
+    assert compiled_code._state(keeps, ready) == state
+
+
 def test_all_loops_are_kept(tmp_path: Path) -> None:
     from perfmodel import replay_loop
     from perfmodel.queueing import load, loops

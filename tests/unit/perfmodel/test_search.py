@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from perfmodel.errors import ConfigError
 from perfmodel.search.cheapest import Sized, size
+from perfmodel.search.check import replayed
 from perfmodel.search.plan import (
     EngineOption,
     Fleet,
@@ -22,7 +24,18 @@ from perfmodel.search.plan import (
     SpareRule,
     Topology,
 )
-from perfmodel.search.rating import Memory, Rater
+from perfmodel.search.rating import (
+    Memory,
+    Rater,
+    Verdict,
+    class_figures,
+    group_load,
+    judged,
+    latencies,
+    miss_words,
+    prediction,
+    told_apart,
+)
 from tests.fakes.sizing import (
     CARD,
     CHEAP,
@@ -280,6 +293,59 @@ def test_a_candidate_that_misses_when_played_out_is_followed_by_the_next() -> No
     missed = [each for each in found.rejections if each.reason is RejectionReason.MISSED_WHEN_PLAYED]
     assert missed and "0.500 of requests in time" in missed[0].detail
     assert found.plan.usd_per_h > free.usd_per_h
+    dearer = [each for each in found.rejections if each.reason is RejectionReason.COSTS_MORE]
+    assert all((each.usd_per_h or 0.0) >= found.plan.usd_per_h for each in dearer), "a miss is told once, as a miss"
+    assert f"promised {SLO.goodput_ratio:g}" in missed[0].detail
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "told"), [(0.9497, 0.95, "0.9497"), (0.9, 0.95, "0.900"), (0.95, 0.95, "0.950")]
+)
+def test_a_miss_is_told_with_the_digits_that_show_it(value: float, limit: float, told: str) -> None:
+    assert told_apart(value, limit, 3) == told
+
+
+def test_a_verdict_is_told_with_what_is_missed() -> None:
+    def words(use: float, goodput: float, short: float) -> str:
+        return miss_words(Verdict(*(np.array([figure]) for figure in (use, 0.5, goodput, short))), 0)
+
+    assert words(1.00004, 0.97, -0.02) == "1.00004 times the limit, 0.970 of requests in time"
+    assert words(0.98, 0.9497, 0.0003) == "0.98 times the limit, 0.9497 of requests in time, 0.0003 too few"
+    assert words(123.4, 0.1, 0.8) == "123 times the limit, 0.100 of requests in time, 0.800 too few"
+
+
+def test_one_replica_that_is_not_enough_is_not_called_all_of_them() -> None:
+    found = sized(Setting(offers=(offer(CHEAP, 1.0, inventory=1),)))
+    assert any("with the only replica at" in each.detail for each in found.rejections)
+    assert not any("all 1 replicas" in each.detail for each in found.rejections)
+
+
+def test_classes_in_one_pool_have_figures_of_their_own() -> None:
+    strict = traffic("strict", DEMAND, Slo(300, 10))
+    loose = traffic("loose", replace(DEMAND, input_tokens=3 * DEMAND.input_tokens), Slo(60_000, 200))
+    asked = replace(problem(Setting()), classes=(strict, loose))
+    rater = Rater(group_load(asked.classes), asked.steps)
+    option = next(pool.option for each in plan_of(Setting()).candidates for pool in each.pools)
+    pools = (PoolPlan(PoolRole.BOTH, option, 40, 0),)
+    told, slower = class_figures(rater, pools), class_figures(rater, pools, 2.0, 20.0)
+    assert told["loose"].ttft_percentile_ms > told["strict"].ttft_percentile_ms, "its prompts are longer"
+    assert slower["strict"].goodput_ratio < 0.5 and slower["loose"].goodput_ratio > 0.99
+    assert slower["loose"].ttft_percentile_ms == pytest.approx(2 * told["loose"].ttft_percentile_ms)
+    alone = Rater(group_load([strict]), asked.steps)
+    served = alone.full(pools, alone.load.rate_p90_per_s)
+    verdict = judged(latencies([served]), [strict.slo], [0.0])
+    expected, figures = prediction(served, verdict, 0, strict.slo), class_figures(alone, pools)["strict"]
+    assert figures.ttft_percentile_ms == expected.ttft_percentile_ms
+    assert figures.goodput_ratio == expected.goodput_ratio
+
+
+def test_utilisation_is_the_rate_over_what_is_carried_also_when_replayed() -> None:
+    asked = problem(Setting(choices=ONLY_APART))
+    (found,) = plan_of(Setting(choices=ONLY_APART)).candidates
+    rater = Rater(group_load(asked.classes), asked.steps, replayed(request_count=200, seeds=(1,)))
+    rate = rater.load.rate_p90_per_s
+    halves = [rater.half(pool.role, pool.option, pool.serving_count, rate).utilisation_ratio for pool in found.pools]
+    assert rater.full(found.pools, rate).utilisation_ratio == max(halves) < 1
 
 
 def test_a_check_that_nothing_passes_leaves_no_plan() -> None:
