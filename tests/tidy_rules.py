@@ -77,6 +77,7 @@ UNITLESS_FIELDS: dict[str, str] = {
     "output_rank": "elements of the compressed output",
     "latent_size": "elements of a latent",
     "shared_intermediate_size": "elements, as model files say it",
+    "now": "in the unit that the input's own name says",
     "want": "counts what the limit's dimension says",
     "spent": "counts what the limit's dimension says",
     "returned": "counts what the limit's dimension says",
@@ -107,6 +108,7 @@ UNITLESS_FIELDS: dict[str, str] = {
 }
 # Files that may name an environment variable outside config.py, and why.
 ENVIRONMENT_READERS: dict[str, str] = {
+    "perfmodel/adapters/perf_table.py": "whether COLUMNS is set, which rich reads: a pipe without it has no width",
     "controlplane/adapters/processes.py": "sets PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads on import",
 }
 # Lower-case names at module level that a framework asks for by name.

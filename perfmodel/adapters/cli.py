@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # What is simulated when nothing is named: the model of the demo and of the documents.
 _MODEL = "Llama-3.1-8B"
 
+# Memory and bandwidth are told in powers of ten, as in data sheets.
 _GB = 1e9
 
 # Field of the cores -> the option that sets it.
@@ -130,15 +131,20 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
     as_json: Annotated[bool, typer.Option("--json", help="Print where it listens as one JSON line.")] = False,
 ) -> None:
     """Run a simulated engine that speaks vLLM's HTTP API, metrics and KV events."""
-    from perfmodel.errors import ConfigError, PortError
-
     options = _Options(
         arch, hardware, tensor_parallel, dtype, model, host, port, block_size, num_gpu_blocks_override, max_num_seqs,
         max_num_batched_tokens, max_model_len, max_waiting, output_mean_tokens or None, dram_gb, dram_gb_per_s,
         slow_ratio, step_noise, speed, seed, kv_events, kv_events_port, kv_replay_port, drain_s,
     )  # fmt: skip
+    _run(options, as_json)
+
+
+def _run(options: _Options, as_json: bool) -> None:
+    """Serve until a signal; a fault is one sentence and its exit code."""
+    from perfmodel.errors import ConfigError, PortError
+
     try:
-        _check_host(host)
+        _check_host(options.host)
         shape, config = _configured(options)
         _serve(shape, config, as_json)
     except ConfigError as fault:
@@ -148,7 +154,8 @@ def engine_sim(  # noqa: PLR0913 typer makes one option of each parameter
         typer.echo(f"engine-sim: {fault}", err=True)
         raise typer.Exit(1) from None
     except OSError as fault:
-        typer.echo(f"engine-sim: port {port} on {host} cannot be used: {_port_trouble(fault)}", err=True)
+        trouble = _port_trouble(fault)
+        typer.echo(f"engine-sim: port {options.port} on {options.host} cannot be used: {trouble}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -187,26 +194,11 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
     from perfmodel.adapters.engine_clock import ClockConfig
     from perfmodel.adapters.engine_server import ServerConfig
     from perfmodel.adapters.kv_publisher import PublisherConfig
-    from perfmodel.errors import ConfigError
     from perfmodel.memory import kv_bytes, kv_capacity_tokens
     from perfmodel.scheduler import EngineConfig
     from perfmodel.workload import OutputLaw
 
-    for name, value in (
-        ("--block-size", options.block_size),
-        ("--max-num-batched-tokens", options.max_num_batched_tokens),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1")
-    if options.num_gpu_blocks is not None and options.num_gpu_blocks < 2:
-        raise ConfigError(
-            f"--num-gpu-blocks-override is {options.num_gpu_blocks}; expected at least 2 (block 0 is never used)"
-        )
-    if not options.drain_s >= 0:
-        raise ConfigError(f"--drain-s is {options.drain_s}; expected 0 or more")
-    for name, value in (("--kv-events-port", options.kv_events_port), ("--kv-replay-port", options.kv_replay_port)):
-        if not 0 <= value <= 65535:
-            raise ConfigError(f"{name} is {value}; expected 0 to 65535")
+    _check_numbers(options)
     shape = _simulated(options)
     blocks = options.num_gpu_blocks
     if blocks is None:
@@ -246,6 +238,27 @@ def _configured(options: _Options) -> tuple[EngineShape, ServerConfig]:
         kv_events=events,
         drain_s=options.drain_s,
     )
+
+
+def _check_numbers(options: _Options) -> None:
+    """Raises ConfigError for what no engine can have."""
+    from perfmodel.errors import ConfigError
+
+    for name, value in (
+        ("--block-size", options.block_size),
+        ("--max-num-batched-tokens", options.max_num_batched_tokens),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    if options.num_gpu_blocks is not None and options.num_gpu_blocks < 2:
+        raise ConfigError(
+            f"--num-gpu-blocks-override is {options.num_gpu_blocks}; expected at least 2 (block 0 is never used)"
+        )
+    if not options.drain_s >= 0:
+        raise ConfigError(f"--drain-s is {options.drain_s}; expected 0 or more")
+    for name, value in (("--kv-events-port", options.kv_events_port), ("--kv-replay-port", options.kv_replay_port)):
+        if not 0 <= value <= 65535:
+            raise ConfigError(f"{name} is {value}; expected 0 to 65535")
 
 
 def _tier(options: _Options) -> tuple[float, float]:

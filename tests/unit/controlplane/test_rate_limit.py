@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from controlplane.lease import IDLE_NS, LEASE_LOCAL_NS, RENEW_NS, SLOT_LOCAL_NS
