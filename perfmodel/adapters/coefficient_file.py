@@ -40,7 +40,7 @@ def load_coefficients(path: Path | None = None) -> CoefficientFile:
     place: Traversable = resources.files("perfmodel") / "data" / "coefficients.yaml" if path is None else path
     try:
         content: object = yaml.load(place.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 a safe loader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+    except (OSError, ValueError, yaml.YAMLError) as fault:
         raise ConfigError(f"{place.name} cannot be read: {fault}") from fault
     if not isinstance(content, dict):
         raise ConfigError(f"{place.name} holds {type(content).__name__}; expected a mapping with 'base'")

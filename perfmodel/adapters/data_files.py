@@ -30,7 +30,7 @@ class DataFile:
         self.name = path.name
         try:
             content: object = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 a safe loader
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as fault:
+        except (OSError, ValueError, yaml.YAMLError) as fault:
             raise ConfigError(f"{self.name} cannot be read: {fault}") from fault
         if not isinstance(content, dict):
             raise ConfigError(f"{self.name} holds {type(content).__name__}; expected a mapping with 'sources'")

@@ -80,6 +80,8 @@ def _entries(file: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(fault).split())}") from None
     except UnicodeDecodeError as fault:
         raise ConfigError(f"{file} is no UTF-8 text: {fault.reason}") from None
+    except ValueError as fault:  # a day of a 13th month, a number of thousands of digits
+        raise ConfigError(f"{file} has a value that cannot be read: {fault}") from None
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply; expected a list of engines") from None
     entries = content.get("engines") if isinstance(content, dict) else None

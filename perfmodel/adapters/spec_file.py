@@ -8,6 +8,7 @@ is refused with the closest known one, because a mistyped limit that is ignored 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,10 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 # More devices, replicas or tokens than a site has.
 _MOST_COUNT = 1_000_000
+# No quantity of a spec is outside of these: what is beyond would overflow somewhere, and end as another field's fault.
+_LEAST, _MOST = 1e-9, 1e15
+# How a value that is no scalar is shown.
+_SHORT = reprlib.Repr()
 
 # Fields at the top of a spec, of a load and of its choices (docs/size-spec.md).
 _FIELDS = (
@@ -99,6 +104,8 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         raise ConfigError(f"{path} is not UTF-8 text; expected YAML") from None
     except yaml.YAMLError as fault:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
+    except ValueError as fault:  # a day of a 13th month, a number of thousands of digits
+        raise ConfigError(f"{path} has a value that cannot be read: {fault}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; expected the fields of a spec") from None
     root = Section("", content)
@@ -178,6 +185,8 @@ class Section:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.at(key)} is {_shown(value)}; expected a number")
+        if value and not _LEAST <= abs(value) <= _MOST:
+            raise ConfigError(f"{self.at(key)} is {_shown(value)}; expected 0, or {_LEAST:g} to {_MOST:g}")
         number = float(value)
         if above is not None and not above < number < float("inf"):
             raise ConfigError(f"{self.at(key)} is {value}; expected a number above {above:g}")
@@ -236,7 +245,8 @@ def one_of(path: str, word: object, kind: type[_Word]) -> _Word:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    # A list may hold a list ten levels deep, nine times each (aliases): never spelled out.
+    text = repr(value) if isinstance(value, str | float | bool | None) else _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

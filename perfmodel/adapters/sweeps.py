@@ -312,7 +312,7 @@ def _library() -> Any:
         return importlib.import_module("distributed")
     except ImportError:
         raise ConfigError(
-            "--dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`"
+            "--dask needs Dask, which is not installed; from a checkout `make setup` installs it"
         ) from None
 
 

@@ -374,7 +374,7 @@ def test_a_cluster_that_is_not_there_is_one_sentence(trace: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "distributed", None)
     result = run(trace, "--seeds", 2, "--dask", "tcp://127.0.0.1:1")
     assert (result.exit_code, result.stderr) == (
-        2, "perf: --dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`\n",
+        2, "perf: --dask needs Dask, which is not installed; from a checkout `make setup` installs it\n",
     )  # fmt: skip
 
 

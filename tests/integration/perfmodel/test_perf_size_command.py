@@ -189,6 +189,16 @@ def test_a_bad_spec_is_one_sentence(tmp_path: Path, changes: dict[str, object], 
     assert words in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_more_classes_than_the_inventory_holds_side_by_side(tmp_path: Path) -> None:
+    classes = [{"name": f"c{number}", "load": {"share_ratio": 0.2}} for number in range(5)]
+    few = {"A100-SXM-80GB": {"usd_per_h": 1.0, "inventory": 2}}
+    done = size(spec(tmp_path, classes=classes, accelerators=few), "--no-check", "--no-flips")
+    assert done.exit_code == 1, done.output
+    assert done.stderr == (
+        "perf: each class can be served alone, but inventory and racks do not hold all of them together\n"
+    )
+
+
 def test_a_spec_that_is_no_yaml_or_not_there(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: [", encoding="utf-8")
@@ -209,6 +219,32 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, words: 
     path.write_text(text, encoding="utf-8")
     done = size(str(path))
     assert done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+_LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        ("2026-13-45", "has a value that cannot be read: month must be in 1..12"),
+        ("9" * 5_001, "has a value that cannot be read"),
+        ("9" * 401, "load.rate_p50_per_s is 999"),
+        ("1.0e-300", "load.rate_p50_per_s is 1e-300; expected 0, or 1e-09 to 1e+15"),
+        ("1.0e+308", "load.rate_p50_per_s is 1e+308; expected 0, or 1e-09 to 1e+15"),
+        (f"{{{_LAUGHS.replace(chr(10), ', ')} j: *i}}", "load.rate_p50_per_s is "),
+    ],
+    ids=["no such day", "thousands of digits", "beyond a float", "tiny", "huge", "a billion laughs"],
+)
+def test_a_value_that_no_quantity_has_is_one_sentence(tmp_path: Path, rate: str, words: str) -> None:
+    path = tmp_path / "hostile.yaml"
+    text = (EXAMPLES / "fleet32.yaml").read_text(encoding="utf-8")
+    path.write_text(text.replace("rate_p50_per_s: 16", f"rate_p50_per_s: {rate}"), encoding="utf-8")
+    done = size(str(path))
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr and done.stderr.count("\n") == 1 and len(done.stderr) < 500
 
 
 def test_a_spec_that_is_not_text(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_without_dask_one_sentence_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ConfigError) as caught:
         run_sweep(add_up, JOBS, dask="tcp://127.0.0.1:1")
-    assert str(caught.value) == ("--dask needs Dask, which is not installed; expected `pip install 'inferplane[dask]'`")
+    assert str(caught.value) == ("--dask needs Dask, which is not installed; from a checkout `make setup` installs it")
 
 
 def test_workers_serve_several_sweeps_and_send_what_is_shared() -> None:
