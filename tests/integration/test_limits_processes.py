@@ -227,7 +227,7 @@ def test_the_bound_holds_through_kills_of_the_server(tmp_path: Path, persistence
     server.start()
     with contextlib.ExitStack() as stack:
         stack.callback(server.kill)
-        workers = [stack.enter_context(started(hammering, server.url, 9.0, ALL)) for _ in range(4)]
+        workers = [stack.enter_context(started(hammering, server.url, 12.0, ALL)) for _ in range(4)]
         assert [pipe.recv() for _, pipe in workers] == ["started"] * 4
         for wait_s in (2.5, 2.5):
             time.sleep(wait_s)
