@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from perfmodel.adapters.catalog import Catalog, load_catalog
-from perfmodel.adapters.coefficient_file import CoefficientFile, load_coefficients
+from perfmodel.adapters.catalog import Catalog
+from perfmodel.adapters.coefficient_file import CoefficientFile
 from perfmodel.adapters.measured import configured
 from perfmodel.coefficients import Band
 from perfmodel.configuration import Configuration, Scenario
@@ -30,16 +30,6 @@ ROW = {
     "kv_dtype": "bf16", "n_gpus": "4", "tp": "4", "isl": "1024", "osl": "1024", "concurrency_or_batch": "16",
     "scenario": "closed_loop", "lengths": "uniform_0.8_1.0",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def catalog() -> Catalog:
-    return load_catalog()
-
-
-@pytest.fixture(scope="module")
-def shipped() -> CoefficientFile:
-    return load_coefficients()
 
 
 def made(catalog: Catalog, **changes: str) -> Configuration:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from perfmodel.adapters.catalog import Catalog, load_catalog
-from perfmodel.adapters.coefficient_file import CoefficientFile, load_coefficients
+from perfmodel.adapters.catalog import Catalog
+from perfmodel.adapters.coefficient_file import CoefficientFile
 from perfmodel.adapters.measured import configured
 from perfmodel.coefficients import FirstToken
 from perfmodel.configuration import Configuration
@@ -23,16 +23,6 @@ SPLIT = {
     "decode_layout": "2x(tp2,dp1,bs4)",
 }  # fmt: skip
 AGENTS = {"scenario": "agentic", "prefix_hit_ratio": "0.5", "isl": "20000", "lengths": ""}
-
-
-@pytest.fixture(scope="module")
-def catalog() -> Catalog:
-    return load_catalog()
-
-
-@pytest.fixture(scope="module")
-def shipped() -> CoefficientFile:
-    return load_coefficients()
 
 
 def made(catalog: Catalog, **changes: str) -> Configuration:

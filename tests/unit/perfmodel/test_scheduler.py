@@ -195,11 +195,17 @@ def test_a_limit_below_one_is_refused(field: str) -> None:
         engine(**{field: 0})
 
 
-def test_what_was_evicted_comes_back_from_the_lower_tier_over_one_link() -> None:
-    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=0.25, max_batched_tokens=64)
+def evicted(restore_s_per_block: float) -> EngineCore:
+    """An engine that is idle and has the prompt of 16 tokens in its lower tier only."""
+    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=restore_s_per_block, max_batched_tokens=64)
     core.submit(ask("a", 16, 1), 0.0)
     core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
     run(core)
+    return core
+
+
+def test_what_was_evicted_comes_back_from_the_lower_tier_over_one_link() -> None:
+    core = evicted(0.25)
     core.submit(ask("a again", 16, 1), 10.0)
     waits = core.step(10.0)
     assert waits is not None and waits.asleep and not waits.batch.token_count
@@ -213,10 +219,7 @@ def test_what_was_evicted_comes_back_from_the_lower_tier_over_one_link() -> None
 
 
 def test_others_compute_while_a_sequence_waits_for_its_kv() -> None:
-    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=1.0, max_batched_tokens=64)
-    core.submit(ask("a", 16, 1), 0.0)
-    core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
-    run(core)
+    core = evicted(1.0)
     core.submit(ask("a again", 16, 1), 10.0)
     core.submit(ask("b", [500, 501], 2), 10.0)
     outcomes = run(core, 10.0)
@@ -238,10 +241,7 @@ def test_hidden_speed_and_noise_change_times_and_nothing_else() -> None:
 
 
 def test_kv_that_nobody_waits_for_any_more_still_comes_when_it_comes() -> None:
-    core = engine(block_count=9, tier_block_count=100, restore_s_per_block=1.0, max_batched_tokens=64)
-    core.submit(ask("a", 16, 1), 0.0)
-    core.submit(ask("evicts a", [100 + n for n in range(32)], 1), 0.0)
-    run(core)
+    core = evicted(1.0)
     core.submit(ask("leaves", 16, 1), 10.0)
     assert core.step(10.0) is not None
     core.abort("leaves", 10.5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perfmodel import memory
-from perfmodel.adapters.catalog import Catalog, load_catalog
+from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
 from perfmodel.adapters.measured import configured
 from perfmodel.configuration import Configuration
@@ -26,11 +26,6 @@ ROW = {
     "kv_dtype": "bf16", "n_gpus": "2", "tp": "2", "isl": "1000", "osl": "500", "concurrency_or_batch": "8",
     "scenario": "closed_loop", "lengths": "fixed",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def catalog() -> Catalog:
-    return load_catalog()
 
 
 def made(catalog: Catalog, **changes: str) -> Configuration:
