@@ -98,6 +98,8 @@ class Holdings:
         if not hashes or hashes[0] not in parents:
             return 0
         low, high = 1, len(hashes)
+        if high > 1 and hashes[1] not in parents:
+            return 1  # what every prompt begins with is held nearly everywhere, and mostly no more than that
         while low < high:
             middle = (low + high + 1) >> 1
             if hashes[middle - 1] in parents:
@@ -196,18 +198,20 @@ class Holdings:
     def _free(self, block: int, mark: int, target_bytes: int) -> None:
         """Free `block`, whose end mark was `mark`, and its ancestors up to the next one that is still needed."""
         depth = (mark & _DEPTH_MASK) >> 1
+        parents, branches, ladder = self.parents, self._branches, self._ladder_bytes
         while True:
-            self.held_bytes -= self._bytes_to(depth) - self._bytes_to(depth - 1)
-            parent = self.parents.pop(block)
+            parent = parents.pop(block)
             depth -= 1
             if not depth:
+                self.held_bytes -= ladder[0]
                 return
-            others = self._branches.get(parent)
+            self.held_bytes -= ladder[depth] - ladder[depth - 1]
+            others = branches.get(parent)
             if others:
                 if others == 1:
-                    del self._branches[parent]
+                    del branches[parent]
                 else:
-                    self._branches[parent] = others - 1
+                    branches[parent] = others - 1
                 return
             parent_mark = self._ends.get(parent)
             if parent_mark is not None:

@@ -28,27 +28,24 @@ from router.cost import (
     Ewma,
     ModelFacts,
     Speed,
-    SpeedLearner,
     Unfit,
     Work,
     eviction_s,
     prefill_s,
-    price,
     typical_speed,
 )
 from router.decision import EndpointStatus, NoRoute, NoRouteReason, RouteDecision, RouteRequest, Row
 from router.endpoints import (
-    Breaker,
     Ending,
     Endpoint,
     EngineSpeed,
     Finish,
     HopTable,
-    Load,
     LoadNews,
     Ticket,
 )
-from router.prefix_index import DEFAULT_MAX_BYTES, Holdings, PathNews, PrefixIndex, Stored
+from router.prefix_index import DEFAULT_MAX_BYTES, PathNews, PrefixIndex, Stored
+from router.site import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,6 @@ class News:
     """(endpoint id, us): everything last used up to then is gone."""
 
 
-# Bytes of prompt JSON per token of an endpoint that has reported none yet: English text and code with common
-# tokenizers.
-_BYTES_PER_TOKEN = 4.0
-
 # Weight of one report in the token ratios and in an endpoint's trust: about five reports to follow a change.
 _REPORT_WEIGHT = 0.2
 
@@ -108,8 +101,8 @@ _CLEAN_QUEUE_RATIO = 0.25
 # Stores, withdrawals and losses kept for siblings between two rounds of news (2 ms): beyond, the oldest are dropped.
 _NEWS_MAX_COUNT = 4_096
 
-# Total of an endpoint that cannot be picked.
-_NEVER_S = inf
+# Cached tokens and total of an endpoint that cannot be picked.
+_UNFIT, _NEVER_S = -1, inf
 
 # What a prompt without blocks finds.
 _NOTHING = Stored(0, None)
@@ -118,59 +111,16 @@ _NOTHING = Stored(0, None)
 _DECAY_STEP_RATIO = 0.125
 
 
-class _Site:
-    """One endpoint incarnation with all that is known of it."""
-
-    __slots__ = (
-        "breaker", "bytes_per_token", "closed", "endpoint", "holdings", "hop_s", "learner", "load", "placed_s",
-        "speed", "trust_ratio",
-    )  # fmt: skip
-
-    def __init__(self, endpoint: Endpoint, holdings: Holdings, speed: EngineSpeed, hop_s: float) -> None:
-        self.holdings = holdings
-        self.load = Load()
-        self.breaker = Breaker()
-        self.learner = SpeedLearner(speed)
-        self.describe(endpoint, hop_s)
-        self.placed_s = 0.0
-        """Seconds of new sessions placed here, decaying over the horizon."""
-        self.bytes_per_token = _BYTES_PER_TOKEN
-        self.trust_ratio = 1.0
-        """Cached tokens reported over predicted, moving: how far the index is right about this engine."""
-
-    def unfit(self, exclude: frozenset[str], now_s: float) -> Unfit | None:
-        """Why it cannot be picked now; None: it can."""
-        if self.closed is not None:
-            return self.closed
-        if exclude and self.endpoint.endpoint_id in exclude:
-            return Unfit.EXCLUDED
-        if self.breaker.admits(now_s):
-            return None
-        return Unfit.BROKEN if self.breaker.opened else Unfit.BUSY
-
-    def describe(self, endpoint: Endpoint, hop_s: float) -> None:
-        """Take over what the endpoints list says of it."""
-        self.endpoint = endpoint
-        self.hop_s = hop_s
-        self.speed: Speed = endpoint.speed or self.learner
-        self.closed = Unfit.DRAINING if endpoint.drain else Unfit.ROLE if endpoint.role == "prefill" else None
-
-    def capacity_bytes(self) -> int | None:
-        """The prompt bytes that fit its KV cache; None: unknown."""
-        capacity = self.speed.kv_capacity_tokens
-        return None if capacity is None else int(capacity * self.bytes_per_token)
-
-
 class Router:
     """Chooses endpoints. Not thread-safe: one per event loop. `now_s` is a monotonic clock that siblings share."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._index = PrefixIndex(config.ladder, config.index_max_bytes)
-        self._sites: dict[str, _Site] = {}
-        self._groups: dict[str, tuple[_Site, ...]] = {}
+        self._sites: dict[str, Site] = {}
+        self._groups: dict[str, tuple[Site, ...]] = {}
         self._models: dict[str, ModelFacts] = {}
-        self._in_flight: dict[int, _Site] = {}
+        self._in_flight: dict[int, Site] = {}
         self._ticket_count = 0
         self._service_s = Ewma()
         self._decayed_s = 0.0
@@ -186,7 +136,7 @@ class Router:
         speed and prefixes; any other starts empty. Requests in flight on one that is gone still end through
         `finished`.
         """
-        sites: dict[str, _Site] = {}
+        sites: dict[str, Site] = {}
         for endpoint in endpoints:
             old = self._sites.get(endpoint.endpoint_id)
             same = old and (old.endpoint.url, old.endpoint.incarnation) == (endpoint.url, endpoint.incarnation)
@@ -197,11 +147,11 @@ class Router:
             self._index.forget(endpoint.endpoint_id)
             holdings = self._index.holdings(endpoint.endpoint_id)
             hop_s = self._config.hops.hop_s(endpoint)
-            sites[endpoint.endpoint_id] = _Site(endpoint, holdings, self._config.default_speed, hop_s)
+            sites[endpoint.endpoint_id] = Site(endpoint, holdings, self._config.default_speed, hop_s)
         for endpoint_id in self._sites.keys() - sites.keys():
             self._index.forget(endpoint_id)
         self._sites = sites
-        groups: dict[str, list[_Site]] = {}
+        groups: dict[str, list[Site]] = {}
         for site in sites.values():
             for model in site.endpoint.models:
                 groups.setdefault(model, []).append(site)
@@ -268,78 +218,91 @@ class Router:
         chosen = self._draw(group, rows, best_s, dice)
         return self._pick(request, work, group[chosen], (chosen, tuple(rows), not continues), now_s)
 
-    def _weigh(
-        self, group: tuple[_Site, ...], request: RouteRequest, work: Work, now_s: float
-    ) -> tuple[list[Row], float, bool | None]:
-        """What the work costs on each endpoint, the least of it, and whether the longest prefix that one holds is the
-        end of an earlier prompt (None: nobody holds any).
-
-        One loop without calls in the common case: it is a tenth of what a short request costs. It computes what
-        `_terms` does, in the same order of additions; tests/properties hold it to that.
+    def _cached(
+        self, group: tuple[Site, ...], request: RouteRequest, input_tokens: int, now_s: float
+    ) -> tuple[list[int], bool | None]:
+        """The cached tokens to expect on each endpoint (_UNFIT: it cannot be picked), and whether the longest prefix
+        that one holds is the end of an earlier prompt (None: nobody holds any).
         """
         hashes, prompt_bytes = request.chain
         first = hashes[0] if hashes else 0  # 0 is no block; most endpoints hold nothing of a prompt
-        exclude = request.exclude
-        input_tokens, output_tokens = work
-        slowdown_ratio, ends_bytes = self._config.slowdown_ratio, self._config.ladder.ends_bytes
-        rows: list[Row] = []
-        best_s, longest, continues = _NEVER_S, 0, None
+        exclude, ends_bytes = request.exclude, self._config.ladder.ends_bytes
+        found: list[int] = []
+        longest, continues = 0, None
         for site in group:
             breaker = site.breaker
-            if site.closed is not None or breaker.opened or now_s < breaker.ready_s or exclude:
-                unfit = site.unfit(exclude, now_s)
-                if unfit is not None:
-                    rows.append((site.endpoint, unfit, 0, (), _NEVER_S))
-                    continue
-            new_tokens, cached = input_tokens, 0
-            if first in site.holdings.parents:
+            cached = 0
+            if (site.closed is not None or breaker.opened or now_s < breaker.ready_s or exclude) and site.unfit(
+                exclude, now_s
+            ) is not None:
+                cached = _UNFIT
+            elif first in site.holdings.parents:
                 held = site.holdings.held_blocks(hashes)
                 # The held part of the prompt, as far as this engine's reports bear out; one token is always computed.
                 cached = int(input_tokens * (ends_bytes[held - 1] / prompt_bytes) * site.trust_ratio)
                 if cached >= input_tokens:
                     cached = input_tokens - 1
-                new_tokens = input_tokens - cached
                 if held > longest:
                     longest, continues = held, site.holdings.last_use_us(hashes[held - 1]) is not None
-            speed = site.speed
-            if speed.kv_capacity_tokens is None and not speed.prefill_s_per_token2:
-                load = site.load
-                own_s = speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s
-                queue_s = slowdown_s = 0.0
-                step_s = speed.decode_s_per_token
-                if load.kv_tokens:
-                    queue_s = load.remaining_s(now_s)
-                    running, running_s = load.decoding_count, speed.decode_s_per_running
-                    step_s += load.request_count * running_s
-                    slowdown_s = load.request_count * (output_tokens * running_s)
-                    if running:
-                        queue_s += new_tokens / CHUNK_TOKENS * step_s
-                        slowdown_s += load.request_count * own_s
-                    slowdown_s *= slowdown_ratio
-                decode_s = output_tokens * step_s
-                hop_s = site.hop_s
-                terms: tuple[float, ...] = (queue_s, own_s, decode_s, hop_s, slowdown_s, 0.0, 0.0)
-                total_s = queue_s + own_s + decode_s + hop_s + slowdown_s
-            else:
-                terms = self._terms(site, work, cached, now_s)
-                total_s = sum(terms)
+            found.append(cached)
+        return found, continues
+
+    def _weigh(
+        self, group: tuple[Site, ...], request: RouteRequest, work: Work, now_s: float
+    ) -> tuple[list[Row], float, bool | None]:
+        """What the work costs on each endpoint, the least of it, and whether it continues a prompt (`_cached`).
+
+        One loop with few calls: it is a tenth of what a short request costs. The terms are those of `cost`'s docstring;
+        tests/properties has the same rule written plainly and holds this to it, to the last bit.
+        """
+        input_tokens, output_tokens = work
+        slowdown_ratio, kv_reuse_ratio = self._config.slowdown_ratio, self._config.kv_reuse_ratio
+        rows: list[Row] = []
+        best_s = _NEVER_S
+        found, continues = self._cached(group, request, input_tokens, now_s)
+        for site, cached in zip(group, found, strict=True):
+            if cached == _UNFIT:
+                rows.append((site.endpoint, site.unfit(request.exclude, now_s), 0, (), _NEVER_S))
+                continue
+            new_tokens = input_tokens - cached
+            speed, load = site.speed, site.load
+            own_s = speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s
+            token2_s = speed.prefill_s_per_token2
+            if token2_s:
+                own_s += token2_s * new_tokens * (cached + new_tokens / 2)
+            queue_s = slowdown_s = evicted_s = 0.0
+            step_s = speed.decode_s_per_token
+            kv_tokens = load.kv_tokens
+            if kv_tokens:
+                queue_s = load.remaining_s(now_s)  # first: it may move prefills that are due to the decodes
+                # Who waits now decodes beside this request later. Were they not counted, an engine that has fewer
+                # running than the others would look so until their prefills end, and take all that comes meanwhile.
+                others, running_s = load.request_count, speed.decode_s_per_running
+                step_s += others * running_s
+                slowdown_s = others * (output_tokens * running_s)
+                if load.decoding_count:
+                    queue_s += new_tokens / CHUNK_TOKENS * step_s
+                    # Chunked prefill stretches every running request's steps for about as long as the prefill takes.
+                    slowdown_s += others * own_s
+                slowdown_s *= slowdown_ratio
+            decode_s = output_tokens * step_s
+            capacity = speed.kv_capacity_tokens
+            if capacity is not None:
+                over_tokens = kv_tokens + input_tokens + output_tokens - capacity
+                if over_tokens > 0 and kv_tokens:
+                    # The requests in flight free their KV over about one answer's time.
+                    queue_s += decode_s * over_tokens / kv_tokens
+                resident_tokens = site.holdings.held_bytes / site.bytes_per_token
+                evicted_s = eviction_s(speed, resident_tokens, new_tokens + output_tokens, kv_reuse_ratio)
+            hop_s = site.hop_s
+            terms = (queue_s, own_s, decode_s, hop_s, slowdown_s, evicted_s, 0.0)
+            total_s = queue_s + own_s + decode_s + hop_s + slowdown_s + evicted_s
             rows.append((site.endpoint, None, cached, terms, total_s))
             if total_s < best_s:  # noqa: PLR1730 - min() would cost 60 ns per endpoint on the hot path
                 best_s = total_s
         return rows, best_s, continues
 
-    def _terms(self, site: _Site, work: Work, cached: int, now_s: float) -> tuple[float, ...]:
-        """The seconds by term, in the order of TERMS."""
-        speed = site.speed
-        queue_s, own_s, decode_s, slowdown_s = price(speed, site.load, work, cached, now_s)
-        evicted_s = 0.0
-        if speed.kv_capacity_tokens is not None:
-            resident = site.holdings.held_bytes / site.bytes_per_token
-            new_tokens = work.input_tokens - cached + work.output_tokens
-            evicted_s = eviction_s(speed, resident, new_tokens, self._config.kv_reuse_ratio)
-        return queue_s, own_s, decode_s, site.hop_s, slowdown_s * self._config.slowdown_ratio, evicted_s, 0.0
-
-    def _spread(self, group: tuple[_Site, ...], rows: list[Row], work: Work) -> float:
+    def _spread(self, group: tuple[Site, ...], rows: list[Row], work: Work) -> float:
         """Charge a new session, in `rows`, for the sessions placed before (module docstring). Returns the new best."""
         least_s = min([site.placed_s for site, row in zip(group, rows, strict=True) if row[1] is None])
         for index, (endpoint, unfit, cached, terms, total_s) in enumerate(rows):
@@ -354,7 +317,7 @@ class Router:
                 rows[index] = (endpoint, unfit, cached, (*terms[:-1], spread_s), total_s + spread_s)
         return min([row[4] for row in rows])
 
-    def _draw(self, group: tuple[_Site, ...], rows: list[Row], best_s: float, dice: Callable[[], float]) -> int:
+    def _draw(self, group: tuple[Site, ...], rows: list[Row], best_s: float, dice: Callable[[], float]) -> int:
         """One of the cheapest: among ties the one with the least placed work, then by the dice."""
         limit_s = best_s + self._config.tie_s
         ties = [index for index, row in enumerate(rows) if row[4] <= limit_s]
@@ -365,7 +328,7 @@ class Router:
         return ties[int(dice() * len(ties))]
 
     def _pick(
-        self, request: RouteRequest, work: Work, site: _Site, made: tuple[int, tuple[Row, ...], bool], now_s: float
+        self, request: RouteRequest, work: Work, site: Site, made: tuple[int, tuple[Row, ...], bool], now_s: float
     ) -> RouteDecision:
         """Count the load, store the prefix, and hand out the decision."""
         chosen, rows, new_session = made
@@ -404,7 +367,7 @@ class Router:
         ttft_s = queue_s + own_s + hop_s
         return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, rows)
 
-    def _checkable(self, site: _Site, chain: Chain, stored: Stored, now_s: float) -> float:
+    def _checkable(self, site: Site, chain: Chain, stored: Stored, now_s: float) -> float:
         """Share of the prompt that the engine, which held a part, should find cached; 0: its report would not tell."""
         held_bytes = self._config.ladder.ends_bytes[stored.held_blocks - 1]
         if held_bytes < _CHECK_MIN_BYTES or not site.load.settled(stored.last_use_us, now_s):
@@ -418,7 +381,7 @@ class Router:
         for site in self._sites.values():
             site.placed_s *= keep
 
-    def _no_route(self, group: tuple[_Site, ...], rows: list[Row], now_s: float) -> NoRoute:
+    def _no_route(self, group: tuple[Site, ...], rows: list[Row], now_s: float) -> NoRoute:
         reasons = [row[1] for row in rows if row[1] is not None]
         waits = [
             max(site.breaker.ready_s - now_s, self._config.default_speed.prefill_overhead_s)
@@ -485,7 +448,7 @@ class Router:
         if self._config.share:
             self._lost.append((endpoint_id, since_us))
 
-    def _learn(self, site: _Site, ticket: Ticket, report: Finish, now_s: float) -> None:
+    def _learn(self, site: Site, ticket: Ticket, report: Finish, now_s: float) -> None:
         facts = self._models.get(ticket.model)
         if facts is not None:
             facts.learn(ticket, report)
@@ -499,7 +462,7 @@ class Router:
         if site.endpoint.speed is None and first_token_s is not None and report.outcome is Ending.COMPLETED:
             self._learn_speed(site, ticket, report, (first_token_s, now_s))
 
-    def _check_cached(self, site: _Site, ticket: Ticket, cached_ratio: float) -> None:
+    def _check_cached(self, site: Site, ticket: Ticket, cached_ratio: float) -> None:
         """Compare what the engine found cached with what was predicted (both as shares of the prompt).
 
         An engine evicts in the order of last use. So when the prefix of a continued prompt is gone, everything that was
@@ -510,7 +473,7 @@ class Router:
         if found < _LOST_RATIO and ticket.previous_use_us is not None:
             self._forget_idle(ticket.endpoint_id, ticket.previous_use_us)
 
-    def _learn_speed(self, site: _Site, ticket: Ticket, report: Finish, times_s: tuple[float, float]) -> None:
+    def _learn_speed(self, site: Site, ticket: Ticket, report: Finish, times_s: tuple[float, float]) -> None:
         first_token_s, ended_s = times_s
         tokens = report.input_tokens or ticket.input_tokens
         cached = report.cached_tokens

@@ -1,7 +1,7 @@
 """The router's quick loop against its rule written plainly, over random fleets, loads and histories.
 
 `Router._weigh` prices every endpoint in one loop without calls, and the speeds it reads are moved in place. Here the
-same rule is written the slow way, from the price of one engine (`cost.price`, checked by hand in tests/unit), a walk
+same rule is written the slow way, from the price of one engine (`plain_price`, checked by hand in tests/unit), a walk
 along the prompt's blocks and a frozen speed. Before each pick it says what must come out: the endpoint for these dice,
 every candidate's seconds to the last bit, and everything the ticket counts. Planted faults show that it would notice.
 """
@@ -20,12 +20,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from router.cost import Unfit, Work, eviction_s, prefill_s, price
+from router.cost import Unfit, Work, eviction_s, prefill_s
 from router.decision import NoRoute, RouteDecision, RouteRequest, Row
 from router.endpoints import Ending, EngineSpeed, Finish, HopTable, Load, LoadNews, Place
 from router.route import News, Router, RouterConfig
 from tests.exploring import examples
 from tests.fakes.fleet import MODEL, Fleet, endpoint, prompt
+from tests.fakes.plain_price import price
 
 MUTANT_RUNS = settings(
     max_examples=300,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.cost import DEFAULT_SPEED, SpeedLearner, Work, eviction_s, prefill_s, price, typical_speed
+from router.cost import DEFAULT_SPEED, SpeedLearner, Work, eviction_s, prefill_s, typical_speed
 from router.endpoints import EngineSpeed, Load, LoadNews
+from tests.fakes.plain_price import price
 
 SPEED = EngineSpeed(1_000.0, 0.5, 0.010)
 
