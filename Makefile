@@ -51,6 +51,7 @@ $(RUNTIME_STAMP): | $(VENV)/.uv
 	$(UV) pip install --quiet --compile-bytecode --requirement requirements/runtime.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
 
 $(DEV_STAMP): | $(VENV)/.uv
+	@echo "Installing the tools of development into $(VENV) (about a minute) ..." >&2
 	@rm -f $(VENV)/.installed-*; \
 	$(UV) pip sync --quiet --compile-bytecode requirements/dev.txt && $(UV) pip install --quiet --no-deps --editable . && touch $@
 

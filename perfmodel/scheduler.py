@@ -74,8 +74,8 @@ class EngineConfig:
             raise ConfigError(f"tier_block_count is {self.tier_block_count}; expected 0 or more")
         if self.tier_block_count and not 0 < self.restore_s_per_block < inf:
             raise ConfigError(f"restore_s_per_block is {self.restore_s_per_block}; expected above 0 with a lower tier")
-        if not 0 < self.slow_ratio < inf:
-            raise ConfigError(f"slow_ratio is {self.slow_ratio}; expected above 0")
+        if not 0.001 <= self.slow_ratio <= 1000:  # beyond, times leave what a clock can count
+            raise ConfigError(f"slow_ratio is {self.slow_ratio}; expected 0.001 to 1000")
         if not 0 <= self.noise_ratio <= 1:
             raise ConfigError(f"noise_ratio is {self.noise_ratio}; expected 0 to 1")
 

@@ -1,8 +1,8 @@
 """Keeps machine code on disk, so that only the first run on a machine waits for the compiler.
 
-Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba), the form
-of its files, switching the cache on, and whether it has what is asked for. Does not own: what is compiled
-(`simulation`, `replay_loop`, `queueing`) or what a user is told (`perf_compiling`).
+Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba, kept for a
+month after its last use), the form of its files, switching the cache on, and whether it has what is asked for. Does not
+own: what is compiled (`simulation`, `replay_loop`, `queueing`) or what a user is told (`perf_compiling`).
 Nothing is written beside the installed package, which numba's own `cache=True` would do; without a folder that can be
 written, the compiler just runs again. Why files of our own: numba trusts what it finds, so that one emptied or cut file
 breaks every later run, and its index lets two processes give one data file to two signatures. Here a file names its
@@ -12,7 +12,10 @@ sources: numba looks only at the file of the outermost function.
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
+import time
 from collections.abc import Iterable
 from enum import StrEnum
 from glob import escape
@@ -32,6 +35,9 @@ _DIGEST_LETTERS = 16
 # The modules of the small compiled loops and the folders of the large ones. A test finds a module that is missing here.
 _LOOP_SOURCES = ("compiled.py", "replay_loop.py")
 _FOLDERS = ("queueing", "simulation")
+
+# After this long without use a folder belongs to a version that is gone: 30 days.
+_UNUSED_S = 30 * 86_400.0
 
 # Bytes of the SHA-256 digest with which a file begins.
 _SEAL_BYTES = 32
@@ -103,6 +109,7 @@ def _remember(entries: Iterable[Any], folder: Path | None) -> bool:
         home = folder or Path.home() / ".cache" / "inferplane" / "compiled"  # RuntimeError: there is no home
         place = home / _digest()
         place.mkdir(parents=True, exist_ok=True)
+        _drop_unused(home, place)
         settings.CACHE_DIR = str(place)
         caches = [(entry, _SealedCache(entry.py_func)) for entry in entries]
     except (OSError, RuntimeError):  # numba says RuntimeError when it finds no folder to write to
@@ -114,6 +121,15 @@ def _remember(entries: Iterable[Any], folder: Path | None) -> bool:
     for entry, cache in caches:
         entry._cache = cache  # what numba's `enable_caching` does, with a cache of our own
     return True
+
+
+def _drop_unused(home: Path, place: Path) -> None:
+    """Mark `place` as used now, and remove the folders of versions that nobody has used for a month."""
+    now_s = time.time()
+    os.utime(place, (now_s, now_s))
+    for other in home.iterdir():
+        if len(other.name) == _DIGEST_LETTERS and now_s - other.stat().st_mtime > _UNUSED_S:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class _SealedFile(IndexDataCacheFile):

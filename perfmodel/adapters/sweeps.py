@@ -55,7 +55,8 @@ class Workers(Protocol):
 
         `done` is called with 1 for every finished job, in this thread. The first job that fails ends all: a fault that
         is a sentence already (`ConfigError`) comes as it is, other faults as a SweepError that names the job. Raises
-        SweepError too when workers die or the cluster goes away. KeyboardInterrupt ends the jobs and passes on.
+        SweepError too when workers die or the cluster goes away. KeyboardInterrupt and SIGTERM end the jobs and
+        pass on.
         """
         ...
 
@@ -86,12 +87,30 @@ def workers(dask: str | None = None, worker_count: int | None = None, most: int 
     pool = ProcessPoolExecutor(
         count, mp_context=multiprocessing.get_context("spawn"), initializer=_worker_starts
     )  # fmt: skip
+    with _sigterm_raises():
+        try:
+            yield _Processes(pool)
+        except BaseException:
+            _end(pool)
+            raise
+        pool.shutdown()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, with the workers and the folder of the sweep; else both outlive it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set this, and only it would be interrupted
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield _Processes(pool)
-    except BaseException:
-        _end(pool)
-        raise
-    pool.shutdown()
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_sweep(

@@ -120,8 +120,8 @@ class EngineSpec:
             raise ConfigError(
                 f"engines of pool {self.pool}: role is {self.role!r}; expected one of {', '.join(_ROLES)}"
             )
-        if not 0 < self.slow_ratio < inf:
-            raise ConfigError(f"engines of pool {self.pool}: slow_ratio is {self.slow_ratio}; expected above 0")
+        if not 0.001 <= self.slow_ratio <= 1000:  # beyond, times leave what a clock can count
+            raise ConfigError(f"engines of pool {self.pool}: slow_ratio is {self.slow_ratio}; expected 0.001 to 1000")
         if len(self.steps.by_token_s) <= self.max_batched_tokens:
             raise ConfigError(
                 f"engines of pool {self.pool}: max_batched_tokens is {self.max_batched_tokens}; their step table ends "

@@ -211,20 +211,26 @@ if __name__ == "__main__":
 """
 
 
-def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
-    script = tmp_path / "sleepers.py"
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [(signal.SIGINT, 130, "perf: interrupted\n"), (signal.SIGTERM, 128 + signal.SIGTERM, "")],
+)
+def test_an_interrupt_ends_the_workers_too(number: signal.Signals, status: int, words: str, tmp_path: Path) -> None:
+    script, scratch = tmp_path / "sleepers.py", tmp_path / "scratch"
     script.write_text(_INTERRUPTED)
+    scratch.mkdir()
     process = subprocess.Popen(
-        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "one\n"
     workers = psutil.Process(process.pid).children(recursive=True)
-    assert workers
-    process.send_signal(signal.SIGINT)
+    assert workers and any(scratch.iterdir())
+    process.send_signal(number)
     _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (130, "perf: interrupted\n")
+    assert (process.returncode, said) == (status, words)
     assert psutil.wait_procs(workers, timeout=10)[1] == []
+    assert not any(scratch.iterdir())
 
 
 def test_workers_leave_with_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -52,6 +52,20 @@ def test_the_second_run_finds_what_the_first_compiled(tmp_path: Path) -> None:
     assert _run(tmp_path) == 1
 
 
+def test_folders_of_versions_that_nobody_uses_any_more_are_removed(tmp_path: Path) -> None:
+    unused, used, other = tmp_path / ("0" * 16), tmp_path / ("1" * 16), tmp_path / "mine"
+    now_s = time.time()
+    for folder, days in ((unused, 31), (used, 29), (other, 31)):
+        folder.mkdir()
+        (folder / "x.code").write_bytes(b"x")
+        os.utime(folder, (now_s - days * 86_400,) * 2)
+    _run(tmp_path)
+    (place,) = {path.parent for path in _files(tmp_path)} - {unused, used, other}
+    assert (unused.exists(), used.exists(), other.exists()) == (False, True, True)
+    os.utime(place, (now_s - 31 * 86_400,) * 2)
+    assert _run(tmp_path) == 1  # its own folder counts as used by that
+
+
 def _swap_ends(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
