@@ -83,8 +83,9 @@ class Meter:
     """One engine stream, relayed and counted. Mutable; one instance per attempt, fed in order.
 
     `feed` takes bytes as they come, split anywhere, and returns what the client gets now: whole events, as soon as they
-    are complete. `flush` is called when the engine's body has ended, then `end` says how. Line ends may be LF, CRLF or
-    CR; an event that ends in CR at the end of a read waits for the next byte, because a LF would belong to it.
+    are complete, and nothing that comes after `[DONE]`. `flush` is called when the engine's body has ended, then `end`
+    says how. Line ends may be LF, CRLF or CR; an event that ends in CR at the end of a read waits for the next byte,
+    because a LF would belong to it.
     """
 
     __slots__ = (
@@ -155,7 +156,7 @@ class Meter:
 
     def feed(self, data: bytes) -> bytes:
         """Bytes from the engine; returns the bytes that the client gets now, perhaps none."""
-        if self._cr or b"\r" in data:
+        if self._cr or data.find(b"\r") >= 0:  # `in` takes twice as long here, and below
             return self._feed_any_line_end(data)
         tail = self._tail
         if self._plain and self.first_token and not tail and data.find(b"\n") == len(data) - 2:
@@ -199,7 +200,7 @@ class Meter:
         pos = 0
         for blank in _BLANK.finditer(text):
             end = blank.end()
-            if end == len(text) and text[-1:] == b"\r":
+            if self.done or (end == len(text) and text[-1:] == b"\r"):
                 break
             self._event(text[pos:end], out)
             pos = end
@@ -212,7 +213,7 @@ class Meter:
         out: list[bytes] = []
         rest = bytes(self._tail)
         self._tail = bytearray()
-        if rest and self._is_whole(rest):
+        if rest and not self.done and self._is_whole(rest):
             self._event(rest, out)
         self._let_go(out, keep_own_usage=True)
         self._account()
@@ -230,16 +231,16 @@ class Meter:
         out: list[bytes] = []
         pos, size = 0, len(block)
         if self._choices == 1:
-            while not self.first_token and pos < size:
+            while not self.first_token and not self.done and pos < size:
                 pos = self._one(block, pos, out)
-            if pos < size and not self._all_finished:
+            if pos < size and not self._all_finished and not self.done:
                 stop = block.find(b'"finish_reason":"', pos)
                 stop = size if stop < 0 else block.rfind(b"\n\n", pos, stop) + 2
                 shown = self._steady(block[pos:stop] if stop - pos != size else block) if stop > pos else None
                 if shown is not None:
                     out.append(shown)
                     pos = stop
-        while pos < size:
+        while pos < size and not self.done:
             pos = self._one(block, pos, out)
         self._account()
         return out[0] if len(out) == 1 else b"".join(out)
@@ -294,7 +295,7 @@ class Meter:
             or event.count(b'"finish_reason":null') != 1
             or not event.startswith(b"data: {")
             or not event.endswith(b"}}\n\n")
-            or b'"error"' in event
+            or event.find(b'"error"') >= 0
         ):
             return None
         counts = parsed_json(event[at + 9 : -3])
@@ -326,6 +327,7 @@ class Meter:
         if payload == _DONE:
             self._let_go(out, keep_own_usage=True)
             self.done = True
+            self._plain = False
         elif payload is not None:
             chunk = parsed_json(payload)
         if not isinstance(chunk, dict):

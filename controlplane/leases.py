@@ -511,7 +511,7 @@ class Leases:
         """Take what the store need not hear of any more out of the rounds."""
         busy: list[Lease] = []
         for lease in self._active:
-            if lease.busy():
+            if lease.left or lease.busy():  # mostly the first
                 busy.append(lease)
                 continue
             lease.active = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from billing.metering import Meter
@@ -147,17 +147,6 @@ class Clock(Protocol):
     def event_id(self) -> str: ...
 
 
-class Offered(Enum):
-    """What became of a piece that was offered to the client's socket."""
-
-    REFUSED = "refused"
-    """Not sent: it would have to wait, which is for `write`."""
-    HELD = "held"
-    """Sent; of what was written so far, the socket has not taken everything yet."""
-    TAKEN = "taken"
-    """Sent, and the socket has taken every byte written so far."""
-
-
 class Sink(Protocol):
     """The client's side of the connection."""
 
@@ -188,8 +177,19 @@ class Sink(Protocol):
         ...
 
     async def start(self, status: int, headers: Sequence[Header]) -> None: ...
-    def offer(self, data: bytes) -> Offered:
-        """Send a piece if that needs no waiting. Of nothing: would it?"""
+    @property
+    def has_room(self) -> bool:
+        """A piece can be sent without waiting for the client."""
+        ...
+
+    def queue(self, data: bytes, took: Callable[[bool], None]) -> bool:
+        """Send a piece, together with those of other requests, when the event loop turns. False: it would have to wait,
+        which is for `write`. `took` is told once it is written, with `drained`; nothing may be queued before that.
+        """
+        ...
+
+    def push(self) -> None:
+        """Send what is queued now."""
         ...
 
     async def write(self, data: bytes) -> None: ...

@@ -47,7 +47,6 @@ from controlplane.ports import (
     Deadlines,
     Fault,
     NoTarget,
-    Offered,
     Ports,
     Sink,
     Target,
@@ -71,8 +70,6 @@ _DONE = b"data: [DONE]\n\n"
 _CLOCK_SLACK_S = 0.002
 # How long the engine's last chunk may take after `[DONE]` before its connection is given up.
 _TAIL_S = 1.0
-# Looked up once, not for each piece of a stream.
-_REFUSED, _TAKEN = Offered.REFUSED, Offered.TAKEN
 
 
 class Path:
@@ -113,7 +110,7 @@ class Path:
         trace.reason = fault.code or fault.type
         if not sink.started:
             trace.status = await self._p.edge.fail(sink, call, fault, None)
-        elif sink.open_ended and sink.offer(b"") is not _REFUSED:
+        elif sink.open_ended and sink.has_room:
             await sink.finish(self._p.edge.stream_fault(fault))
         else:  # it cannot be said in this answer, or to a client whose socket is full
             sink.abort()
@@ -354,14 +351,15 @@ class Path:
         """Relay the rest, each piece as it comes. What is still to be sent at the end, and a fault if it was lost."""
         meter, sink, deadlines, now_s = attempt.meter, run.sink, self._deadlines, self._p.clock.monotonic_s
         assert meter is not None
-        feed, offer, delivered = meter.feed, sink.offer, meter.delivered
-        total_s = run.call.started_s + deadlines.total_s
-        rest, silent_bytes = b"", 0
+        feed, queue, delivered = meter.feed, sink.queue, meter.delivered
+        rest, queued, silent_bytes = b"", b"", 0
 
         def take(data: bytes) -> bool:
-            nonlocal rest, silent_bytes
+            nonlocal rest, queued, silent_bytes
             if sink.gone:
                 return False
+            if queued:  # what the client takes of it is counted before the meter is ahead of it
+                sink.push()
             rest = feed(data)
             if meter.done:
                 return False
@@ -369,33 +367,40 @@ class Path:
                 silent_bytes += len(data)
                 return silent_bytes <= deadlines.max_answer_bytes
             silent_bytes = 0
-            offered = offer(rest)
-            if offered is _TAKEN:
-                if delivered(now_s()):
-                    self._checkpoint(run, attempt, meter)
-            elif offered is _REFUSED:
+            queued, rest = rest, b""
+            if not queue(queued, took):
+                queued, rest = b"", queued
                 return False
-            else:
-                meter.sent(rest, sink.written_bytes)
-            rest = b""
             return True
+
+        def took(drained: bool) -> None:
+            nonlocal queued
+            if not drained:
+                meter.sent(queued, sink.written_bytes)
+            elif delivered(now_s()):
+                self._checkpoint(run, attempt, meter)
+            queued = b""
 
         try:
             while not meter.done and silent_bytes <= deadlines.max_answer_bytes:  # else: an event without end
                 if rest:
                     await self._write(run, attempt, rest)
                     rest = b""
-                left_s = total_s - now_s()
-                if left_s <= 0:
-                    raise self._late(run)
-                if await answer.relay(take, deadlines.idle_s, left_s):
+                ended = await answer.relay(take, deadlines.idle_s, self._total_left_s(run))
+                sink.push()
+                if ended:
                     return meter.flush(), None
         except EngineError as error:
-            if sink.drained:
-                self._delivered(run, attempt, meter)
+            self._took(run, meter)
             late = isinstance(error, EngineTimeout)
             return meter.flush(), engine_fault(self._late(run) if late else error, begun=True)
         return rest, None
+
+    def _total_left_s(self, run: Run) -> float:
+        left_s = run.call.started_s + self._deadlines.total_s - self._p.clock.monotonic_s()
+        if left_s <= 0:
+            raise self._late(run)
+        return left_s
 
     async def _write(self, run: Run, attempt: Attempt, data: bytes) -> None:
         """Send a piece, with the wait for a slow client: its socket has taken it then, or holds some of it back."""
@@ -487,7 +492,8 @@ class Path:
         return None
 
     def _took(self, run: Run, meter: Meter) -> None:
-        """The end of a stream: what the client's socket has taken of it."""
+        """The end of a relay: what the client's socket has taken of it."""
+        run.sink.push()
         if run.sink.drained:
             meter.delivered(self._p.clock.monotonic_s())
         else:

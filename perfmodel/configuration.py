@@ -56,9 +56,9 @@ class Configuration:
     """A deployment and its load. `lengths` are true means. `concurrency` and `rate_per_s` are of all replicas together.
 
     `prefill` is the prefill pool of a disaggregated deployment; `decode` then only decodes. A `concurrency` and a rate
-    of None mean as much as fits. `assumed` names what was imputed, `imputed` the figure that stands for it, where there
-    is one. `speculative_tokens_per_step`: above 1 with
-    speculative decoding (`speculation.expected_tokens`).
+    of None mean as much as fits. `slot_count`: sequences that one engine runs at most because its harness started it
+    so, and a tenth of the prompts that are sent; None: the engine's own default. `assumed` names what was imputed,
+    `imputed` the figure that stands for it, where there is one.
     """
 
     decode: Pool
@@ -68,6 +68,7 @@ class Configuration:
     concurrency: float | None = None
     rate_per_s: float | None = None
     prefill: Pool | None = None
+    slot_count: int | None = None
     assumed: tuple[str, ...] = ()
     imputed: tuple[tuple[str, str], ...] = ()
 

@@ -36,7 +36,7 @@ _WIDEST = Band(0.4, 2.5, 0)
 # How much wider the log of a band is for each assumed input that matters.
 _WIDER_PER_ASSUMPTION = 0.15
 _MATTERING = frozenset(
-    {"isl", "osl", "tp", "weight_dtype", "concurrency", "n_gpus", "layout", "compute", "scenario", "memory"}
+    {"isl", "osl", "tp", "weight_dtype", "concurrency", "n_gpus", "layout", "compute", "scenario", "memory", "slots"}
 )
 
 
@@ -230,7 +230,7 @@ def _output_tok_per_s(asked: Configuration, step: MeanStep, ttft_s: float, tpot_
     """Output tokens a second of the whole deployment."""
     lengths = asked.lengths
     full = step.batch * asked.decode.replicas / tpot_s
-    if asked.scenario in QUEUED:
+    if asked.scenario in QUEUED or asked.slot_count is not None:
         return full
     if asked.rate_per_s is not None and asked.concurrency is None:
         offered = asked.rate_per_s * lengths.output_tokens

@@ -17,7 +17,7 @@ from perfmodel.attention import AttentionKind
 from perfmodel.coefficients import Coefficients, FirstToken
 from perfmodel.configuration import QUEUED, Configuration, Pool, Scenario
 from perfmodel.disaggregation import SplitEngine
-from perfmodel.harness import OPEN_LOOP_REQUESTS, ArrivalLaw, HarnessScenario, replay, replay_split
+from perfmodel.harness import OPEN_LOOP_REQUESTS, REQUESTS_PER_CLIENT, ArrivalLaw, HarnessScenario, replay, replay_split
 from perfmodel.serving import FrontEnd, LengthLaw, SchedulingOrder, Served, ServingEngine
 from perfmodel.steady import CHUNK_TOKENS, cache_tokens, most_sequences, scheduling_order
 from perfmodel.step_time import BatchShape, StepModel, StepTable
@@ -237,7 +237,8 @@ def _scenario(asked: Configuration) -> HarnessScenario:
     if concurrency is not None and asked.scenario not in QUEUED:
         clients = max(1, round(concurrency))
         once = asked.scenario in (Scenario.STATIC_BATCH, Scenario.FIRST_TOKEN, Scenario.SINGLE_USER)
-        count = clients if once else min(10 * clients, max(_MOST_REPLAYED, 2 * clients))
+        sent = REQUESTS_PER_CLIENT * clients if asked.slot_count is None else REQUESTS_PER_CLIENT * asked.slot_count
+        count = clients if once else min(sent, max(_MOST_REPLAYED, 2 * clients))
         return HarnessScenario(lengths, concurrency=clients, request_count=count)
     sent = _OPEN_LOOP_REQUESTS.get(asked.group.era.engine, OPEN_LOOP_REQUESTS)
     if asked.scenario in QUEUED or asked.rate_per_s is None:

@@ -63,8 +63,9 @@ class DeviceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator. None means that the figure is not known, except for `fp8_flop_per_s` and `fp4_flop_per_s` of a
-    device whose BF16 figure is known: such a device widens those weights and computes in the next wider format.
+    """One accelerator. None means that the figure is not known, except for `fp8_flop_per_s`, `fp4_flop_per_s` and
+    `int8_flop_per_s` of a device whose BF16 figure is known: such a device widens those weights and computes in the
+    next wider format, INT8 at the FP8 figure where it has one.
 
     `memory_bytes` is what software can use; `memory_marketed_bytes` is what the vendor prints. Where the usable size
     was not read the marketed decimal GB stand for it. `memory_reach_ratio` is a published share of the bandwidth that
@@ -91,6 +92,7 @@ class Hardware:
     memory_reach_ratio: float | None = None
     sram: bool = False
     same_die_as: str | None = None
+    int8_flop_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_marketed_bytes", "memory_bytes_per_s", "scaleup_device_count"):
@@ -114,14 +116,15 @@ class Hardware:
         """Dense peak for matrix products with weights of this format; None when no figure for it is known.
 
         Weights that the device has no units for are widened (FP4 to FP8 to BF16); INT4 weights are widened to BF16 by
-        every engine (weight-only), INT8 ones run at the FP8 figure, which is the INT8 figure of all devices that have
-        both. Nothing is ever narrowed: a device that lists an FP8 figure alone (LP30) has none for BF16.
+        every engine (weight-only), INT8 ones run at the INT8 figure of a device that has no FP8, else at the FP8
+        figure, which is the INT8 figure of all devices that have both. Nothing is ever narrowed: a device that lists an
+        FP8 figure alone (LP30) has none for BF16.
         """
         narrow_first = {
             NumberFormat.BF16: (self.bf16_flop_per_s,),
             NumberFormat.INT4: (self.bf16_flop_per_s,),
             NumberFormat.FP8: (self.fp8_flop_per_s, self.bf16_flop_per_s),
-            NumberFormat.INT8: (self.fp8_flop_per_s, self.bf16_flop_per_s),
+            NumberFormat.INT8: (self.int8_flop_per_s, self.fp8_flop_per_s, self.bf16_flop_per_s),
             NumberFormat.FP4: (self.fp4_flop_per_s, self.fp8_flop_per_s, self.bf16_flop_per_s),
         }[weights]
         return next((figure for figure in narrow_first if figure is not None), None)
@@ -129,6 +132,6 @@ class Hardware:
 
 # Figures that may be unknown.
 _OPTIONAL_FIGURES = (
-    "bf16_flop_per_s", "fp8_flop_per_s", "fp4_flop_per_s", "scaleup_bytes_per_s", "scaleout_bytes_per_s",
-    "host_link_bytes_per_s", "tdp_w", "all_in_w", "memory_reach_ratio",
+    "bf16_flop_per_s", "fp8_flop_per_s", "fp4_flop_per_s", "int8_flop_per_s", "scaleup_bytes_per_s",
+    "scaleout_bytes_per_s", "host_link_bytes_per_s", "tdp_w", "all_in_w", "memory_reach_ratio",
 )  # fmt: skip

@@ -35,6 +35,10 @@ _SGLANG_RUNTIME_BYTES = 11e9
 # left (Qwen3-32B in BF16 on one H100 runs five of sixteen clients).
 _LEAST_CACHE_RATIO = 0.05
 
+# SGLang splits the memory left after the weights of a hybrid model between a pool of recurrent states and the KV cache,
+# 0.9 to 1 by default, once at startup (`--mamba-full-memory-ratio`; docs.sglang.io, "Hybrid model memory").
+_SGLANG_STATE_RATIO = 0.9
+
 # Share of its answer that a sequence has on average when the cache is full.
 _HELD_ANSWER_RATIO = 0.6
 
@@ -63,7 +67,9 @@ def scheduling_order(engine: str) -> SchedulingOrder:
 
 
 def most_sequences(asked: Configuration) -> int | None:
-    """Sequences that one engine runs at once by its own default; None where no such limit is known to bind."""
+    """Sequences that one engine runs at once: as it was started, else by its default; None where none is known."""
+    if asked.slot_count is not None:
+        return asked.slot_count
     era = asked.group.era
     early = era.engine == "vllm" and era.half in _V0_HALVES
     return _V0_SEQUENCES if early and asked.scenario in _SERVED else None
@@ -156,7 +162,11 @@ def cache_tokens(pool: Pool, lengths: Lengths, engine: str = "") -> int:
     if free <= 0 or not sglang:
         free = max(free, _LEAST_CACHE_RATIO * size)
     context = max(1, round(lengths.input_tokens + _HELD_ANSWER_RATIO * lengths.output_tokens))
-    one = memory.kv_bytes(shape, context) / (shape.tensor_parallel_count * shape.pipeline_parallel_count) / context
+    held = memory.kv_bytes(shape, context)
+    if sglang and shape.architecture.linear_state_bytes:
+        free /= 1 + _SGLANG_STATE_RATIO
+        held -= shape.architecture.linear_state_bytes
+    one = held / (shape.tensor_parallel_count * shape.pipeline_parallel_count) / context
     return int(max(1.0, min(shape.data_parallel_count * free / max(one, 1e-6), 2.0**50)))
 
 

@@ -38,10 +38,11 @@ class Term(StrEnum):
     """What a step spends its time on. Ratios multiply a physical minimum; overheads are in microseconds each.
 
     COMPUTE_*: matrix products by the format they run in; COMPUTE_EXPERTS: routed experts, any format. WEIGHT_READ,
-    EXPERT_READ, KV_READ: bytes over bandwidth. ALLREDUCE_*, EXCHANGE_*: tensor and expert parallel collectives, volume
-    over the link and launches. LAYER, MOE_LAYER, LINEAR_LAYER, STEP: per layer and step; SEQUENCE: per sequence.
-    PREFILL_*: only in steps that hold a prompt: attention FLOPs, and launches outside of graphs per layer
-    and per expert layer, as far as the decodes beside the prompt feel them.
+    EXPERT_READ: bytes over bandwidth. KV_READ: attention of decodes, the larger of bytes over bandwidth and FLOPs over
+    peak. ALLREDUCE_*, EXCHANGE_*: tensor and expert parallel collectives, volume over the link and launches. LAYER,
+    MOE_LAYER, LINEAR_LAYER, STEP: per layer and step; SEQUENCE: per sequence. PREFILL_*: only in steps that hold a
+    prompt: attention FLOPs, and launches outside of graphs per layer and per expert layer, as far as the decodes beside
+    the prompt feel them.
     """
 
     COMPUTE_BF16 = "compute_bf16"
@@ -95,6 +96,8 @@ def compute_format(hardware: Hardware, weights: NumberFormat) -> NumberFormat:
     """The format that products with these weights run in on this device."""
     if format_class(hardware, weights) is FormatClass.WEIGHT_ONLY:
         return NumberFormat.BF16
+    if weights is NumberFormat.INT8 and hardware.int8_flop_per_s is not None:
+        return NumberFormat.INT8
     if weights in (NumberFormat.FP8, NumberFormat.INT8):
         return NumberFormat.FP8 if hardware.fp8_flop_per_s is not None else NumberFormat.BF16
     return weights
@@ -198,6 +201,7 @@ class StepBasis:
         term = {
             NumberFormat.BF16: Term.COMPUTE_BF16,
             NumberFormat.FP8: Term.COMPUTE_FP8,
+            NumberFormat.INT8: Term.COMPUTE_FP8,
         }.get(runs_in, Term.COMPUTE_FP4)
         place = INDEX[Term.COMPUTE_EXPERTS if expert else term]
         return place, 2 * parameters / peak, self._ridge(peak, weights) * spread
@@ -260,8 +264,7 @@ class StepBasis:
         shape, stages = self.shape, self._stages
         per_device = 1 / (self._groups * self._tensor * self._bandwidth * stages)
         if work.decode_count > 0:
-            read = memory.decode_read_bytes(shape, max(1, round(work.decode_context_tokens)))
-            basis[INDEX[Term.KV_READ]] += work.decode_count * read * per_device
+            basis[INDEX[Term.KV_READ]] += max(self._decode_attention_s(work))
         if work.prefill_context_tokens > 0:
             basis[INDEX[Term.KV_READ]] += work.prefill_context_tokens * memory.kv_bytes_per_token(shape) * per_device
         if work.prefill_tokens > 0 and work.prefill_pairs > 0:
@@ -269,6 +272,21 @@ class StepBasis:
             flop = work.prefill_tokens * sum(_pair_flop(group, seen) for group in shape.architecture.attention)
             flop_s = flop / (self._groups * self._tensor * stages) / self._bf16_flop_per_s
             basis[INDEX[Term.PREFILL_ATTENTION]] += flop_s
+
+    def _decode_attention_s(self, work: Work) -> tuple[float, float]:
+        """Seconds of the decodes' attention: its cache over the bandwidth, its FLOPs over the peak.
+
+        One latent (MLA) serves all heads of a rank: 128 of them make about 240 FLOPs of each byte in BF16, as many as a
+        device can do while it reads one, and twice that of a byte in FP8. With attention data parallelism compute
+        therefore binds, while grouped heads (8 to 16 FLOPs a byte) never come near.
+        """
+        shape = self.shape
+        context = max(1, round(work.decode_context_tokens))
+        devices = self._groups * self._tensor * self._stages
+        read = memory.decode_read_bytes(shape, context)
+        flop = shape.architecture.decode_attention_flop(context)
+        each = work.decode_count / devices
+        return each * read / self._bandwidth, each * flop / self._bf16_flop_per_s
 
     def _add_fixed(self, basis: NDArray[np.float64], work: Work, mixed: float) -> None:
         """Overheads per layer, step, sequence and prompt; the output head."""
@@ -330,10 +348,14 @@ class StepBasis:
         """Seconds below which physics does not let this work: bytes over peak bandwidth, or FLOPs over peak compute."""
         basis = self.of(work)
         stages = self._stages
-        read = sum(basis[INDEX[term]] for term in (Term.WEIGHT_READ, Term.EXPERT_READ, Term.KV_READ))
+        read = basis[INDEX[Term.WEIGHT_READ]] + basis[INDEX[Term.EXPERT_READ]] + basis[INDEX[Term.KV_READ]]
+        attention_s = 0.0
+        if work.decode_count > 0:
+            read_s, attention_s = self._decode_attention_s(work)
+            read += read_s - max(read_s, attention_s)
         tokens = max(1.0, (work.decode_count + work.prefill_tokens) / stages)
         compute = sum(tokens * token_s for _, token_s, _ in self._products)
-        compute += basis[INDEX[Term.PREFILL_ATTENTION]]
+        compute += basis[INDEX[Term.PREFILL_ATTENTION]] + attention_s
         return float(max(read, compute))
 
 

@@ -12,6 +12,7 @@ Reading on is what shows that a client has left, and a queue of requests would h
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +29,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from controlplane.adapters.openai_wire import error_body
+
+_log = logging.getLogger(__name__)
 
 # Key of the ASGI extension under which a request finds its connection.
 CONNECTION = "inferplane.connection"
@@ -46,6 +49,8 @@ _LINGER_S = 5.0
 _LINGER_BYTES = 64 * 1024 * 1024
 # After the drain deadline, how long requests that were cut may take to say so.
 _LAST_WORDS_S = 2.0
+# Pieces that wait for each other: what came first is held back by the work on as many more, well below 1 ms.
+_OUTBOX_COUNT = 32
 # How often a drain looks whether it is over.
 _DRAIN_POLL_S = 0.02
 
@@ -66,6 +71,37 @@ class ClientTimes:
     body_s: float
 
 
+class Outbox:
+    """The connections with a piece of a stream to write when the event loop turns. Mutable; one per process.
+
+    Pieces that come in one turn are written one after the other, not each as it comes: writing wakes the client, and
+    on a core that is busy with the next piece meanwhile that is most of what a write costs.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[GatewayProtocol] = []
+
+    def put(self, conn: GatewayProtocol) -> None:
+        """`conn` has something to push."""
+        waiting = self._waiting
+        if not waiting:
+            conn.loop.call_soon(self._push)
+        waiting.append(conn)
+        if len(waiting) >= _OUTBOX_COUNT:
+            self._push()
+
+    def _push(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for conn in waiting:
+            try:
+                conn.push()
+            except Exception:
+                _log.exception("A piece of a stream could not be written.")
+                conn.transport.abort()
+
+
 class _Stage(Enum):
     """What the connection waits for."""
 
@@ -77,9 +113,13 @@ class _Stage(Enum):
 class GatewayProtocol(HttpToolsProtocol):
     """One client connection. Mutable: the server's state of it, and who to call when it is lost."""
 
-    def __init__(self, *args: Any, times: ClientTimes, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, times: ClientTimes, outbox: Outbox, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._times = times
+        self._outbox = outbox
+        self._queued = b""
+        self._took: Callable[[bool], None] | None = None
+        """Told when what is queued was written; None: nothing is."""
         self.on_lost: Callable[[], None] | None = None
         self.lost = False
         self.task: asyncio.Task[None] | None = None
@@ -102,6 +142,8 @@ class GatewayProtocol(HttpToolsProtocol):
         """The client's socket has taken every byte written so far; once it is lost: had taken them by then."""
         if self.lost:
             return self._taken_bytes >= self.written_bytes
+        if self._took is not None:
+            return False
         return not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
 
     @property
@@ -148,19 +190,36 @@ class GatewayProtocol(HttpToolsProtocol):
         cycle.waiting_for_100_continue = False
         return b"".join(lines)
 
-    def piece(self, head: bytes, data: bytes) -> bool:
-        """Write a piece of an answer, after its head where that is still to be written. Whether `drained` then."""
-        cycle = self.cycle
-        if cycle.disconnected:
-            return self.drained
-        data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if cycle.chunked_encoding else head + data
+    def piece(self, head: bytes, data: bytes) -> None:
+        """Write a piece of an answer, after its head where that is still to be written."""
+        self.push()
+        self.queue(head, data, lambda _: None)
+        self.push()
+
+    def queue(self, head: bytes, data: bytes, took: Callable[[bool], None]) -> None:
+        """The same when the event loop turns; `took` is told then, with `drained`."""
+        self._queued = b"%b%x\r\n%b\r\n" % (head, len(data), data) if self.cycle.chunked_encoding else head + data
+        self._took = took
+        self._outbox.put(self)
+
+    def push(self) -> None:
+        """Write what is queued, if anything. Of a connection that is lost it counts as written and not taken."""
+        took = self._took
+        if took is None:
+            return
+        data, self._queued = self._queued, b""
+        self._took = None
         self.written_bytes += len(data)
+        if self.cycle.disconnected:
+            took(False)
+            return
         transport = self.transport
         transport.write(data)
-        return not (transport.get_write_buffer_size() or transport.is_closing())
+        took(not (transport.get_write_buffer_size() or transport.is_closing()))
 
     def last(self, head: bytes, data: bytes) -> None:
         """Write the last piece, or the whole body, of an answer."""
+        self.push()
         cycle = self.cycle
         if cycle.disconnected or cycle.response_complete:
             return
@@ -188,6 +247,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._taken_bytes = self.written_bytes - self.transport.get_write_buffer_size()
         unfinished = self.cycle is not None and not self.cycle.response_complete
         super().connection_lost(exc)
+        self.push()
         on_lost, self.on_lost = self.on_lost, None
         if unfinished and on_lost is not None:
             on_lost()
@@ -452,7 +512,7 @@ def build_server(app: Any, options: ServerOptions) -> GatewayServer:
     """A server for one gateway process; sockets are given to `serve`. Access logs are the gateway's own."""
     config = uvicorn.Config(
         app,
-        http=partial(GatewayProtocol, times=options.times),  # type: ignore[arg-type] # it calls it like a class
+        http=partial(GatewayProtocol, times=options.times, outbox=Outbox()),  # type: ignore[arg-type] # it calls it like a class
         loop="uvloop",
         ws="none",
         interface="asgi3",

@@ -342,23 +342,21 @@ class RedisLimits:
         return [*own, *(f"{_TAG}b:{ask.limit.limit_id}" for ask in asks)]
 
     def _arguments(self, attempt: Attempt, *, just_read: bool) -> list[str | int | bytes]:
-        flat: list[str | int | bytes] = [
+        rows = [
+            (
+                axis_of(limit) == SLOTS, limit.amount, limit.period_s * 1_000_000, limit.burst, lease_id,
+                need, want, spent, returned, debt,
+                ",".join([f"{generation}:{tokens}" for generation, tokens in credits]) if credits else "",
+                held, renew,
+            )
+            for limit, lease_id, need, want, spent, returned, debt, credits, held, renew in attempt.asks
+        ]  # fmt: skip
+        return [
             self._run, int(just_read), int(self._met_before), int(self._met_other), self._uptime_s,
             self._process_id, attempt.sequence, int(self._options.opening_s * 1e6),
             rate_limit.LEASE_TTL_US, rate_limit.SLOT_TTL_US, rate_limit.RESTART_US, rate_limit.PROCESS_TTL_US,
-            rate_limit.FORGET_US, rate_limit.SHARE_DIVISOR, rate_limit.MAX_POOLS,
+            rate_limit.FORGET_US, rate_limit.SHARE_DIVISOR, rate_limit.MAX_POOLS, orjson.dumps(rows),
         ]  # fmt: skip
-        for limit, lease_id, need, want, spent, returned, debt, credits, held, renew in attempt.asks:
-            pools = ",".join([f"{generation}:{tokens}" for generation, tokens in credits])
-            flat.append(
-                orjson.dumps(
-                    (
-                        axis_of(limit) == SLOTS, limit.amount, limit.period_s * 1_000_000, limit.burst, lease_id,
-                        need, want, spent, returned, debt, pools, held, renew,
-                    )
-                )
-            )  # fmt: skip
-        return flat
 
     # ---- the background
 

@@ -22,7 +22,7 @@ from controlplane.adapters.telemetry import Telemetry
 from controlplane.admission import limit_headers, refusal_facts, retry_headers
 from controlplane.errors import BadRequest
 from controlplane.faults import DEFECT, DRAINED, no_such_model
-from controlplane.ports import Answer, Call, Clock, Fault, Header, Offered, Sink, Trace
+from controlplane.ports import Answer, Call, Clock, Fault, Header, Sink, Trace
 from controlplane.rate_limit import LimitView
 from controlplane.request import Operation
 from controlplane.serve import Path
@@ -45,8 +45,6 @@ _SAME_MOMENT_S = 0.05
 _log = logging.getLogger(__name__)
 _JSON = (b"content-type", b"application/json")
 _EXPLAIN = b"x-inferplane-decision"
-# Looked up once, not for each piece of a stream.
-_REFUSED, _HELD, _TAKEN = Offered.REFUSED, Offered.HELD, Offered.TAKEN
 
 
 class AsgiSink:
@@ -104,17 +102,24 @@ class AsgiSink:
             return
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def offer(self, data: bytes) -> Offered:
-        """Send a piece if that needs no waiting."""
+    @property
+    def has_room(self) -> bool:
+        """A piece can be sent without waiting for the client."""
+        return self._conn is None or not (self._conn.flow.write_paused or self.gone)
+
+    def queue(self, data: bytes, took: Callable[[bool], None]) -> bool:
+        """Send a piece when the event loop turns, and tell `took` then; False: it would have to wait."""
         conn = self._conn
-        if conn is None:
-            return _REFUSED if data else _TAKEN
-        if conn.flow.write_paused or self.gone:
-            return _REFUSED
-        if data:
-            head, self._head = self._head, b""
-            return _TAKEN if conn.piece(head, data) else _HELD
-        return _TAKEN if conn.drained else _HELD
+        if conn is None or conn.flow.write_paused or self.gone:
+            return False
+        conn.queue(self._head, data, took)
+        self._head = b""
+        return True
+
+    def push(self) -> None:
+        """Send what is queued now."""
+        if self._conn is not None:
+            self._conn.push()
 
     async def write(self, data: bytes) -> None:
         """Send a piece; waits while the client's socket is full, and gives up on a client that does not read."""
@@ -124,7 +129,9 @@ class AsgiSink:
             return
         if conn.flow.write_paused:
             await self._wait_for_room(conn)
-        self.offer(data)
+        if not self.gone:
+            head, self._head = self._head, b""
+            conn.piece(head, data)
 
     async def finish(self, data: bytes) -> None:
         """Send the last piece."""

@@ -203,6 +203,7 @@ def _device(entry: Entry) -> Hardware | UnsizedDevice:
         memory_reach_ratio=entry.optional_number("memory_reach_ratio"),
         sram=entry.flag("sram"),
         same_die_as=entry.optional_text("same_die_as"),
+        int8_flop_per_s=_scaled(entry, "int8_tflop_per_s", 1e12),
     )
 
 

@@ -40,8 +40,9 @@ _TPOT_MS_RANGE = (0.2, 5_000.0)
 # How far below a bound a row may be: the facts it is computed from are rounded, and lengths vary.
 _BOUND_SLACK_RATIO = 0.9
 
-# Rows whose load is not what their columns say weigh less: live sessions are not requests in flight.
-_AGENTIC_WEIGHT = 0.3
+# Rows whose load is not what their columns say weigh less: live sessions are not requests in flight, and where the
+# sequences of an engine had to be assumed its batch is not known.
+_UNSURE_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def measured(row: Row) -> Measured:
         ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
         output_tok_per_s=number(fields, "output_tok_s"),
-        weight=_AGENTIC_WEIGHT if scenario is Scenario.AGENTIC else 1.0,
+        weight=_UNSURE_WEIGHT if scenario is Scenario.AGENTIC or row.configuration.slot_count is not None else 1.0,
     )
 
 

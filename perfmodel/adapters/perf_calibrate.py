@@ -83,11 +83,11 @@ def _calibrated(
     """The report, the fitted set with its bands, and all cross-validated answers."""
     from dataclasses import replace
 
-    from perfmodel.adapters.compiled_code import remember_compiled_loops
+    from perfmodel.adapters.perf_compiling import say_if_compiling
     from perfmodel.calibration import validation
     from perfmodel.calibration.fit import Penalties, Scheme
 
-    remember_compiled_loops()
+    say_if_compiling(simulation=False)
     penalties = Penalties()
     tried: dict[str, float] = {}
     if choose:

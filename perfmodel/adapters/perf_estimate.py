@@ -46,8 +46,8 @@ def estimate(
 
     from perfmodel.adapters.catalog import load_catalog
     from perfmodel.adapters.coefficient_file import load_coefficients
-    from perfmodel.adapters.compiled_code import remember_compiled_loops
     from perfmodel.adapters.measured import keep_input, read_rows
+    from perfmodel.adapters.perf_compiling import say_if_compiling
     from perfmodel.estimate import Known
 
     with guard():
@@ -57,7 +57,7 @@ def estimate(
         fitted = load_coefficients(coefficients)
         known = Known(catalog.devices, catalog.models)
         answers = []
-        remember_compiled_loops()
+        say_if_compiling(simulation=False)
         with progress("rows", len(table)) as done:
             for row in table:
                 answers.append(answer(row, catalog, fitted, known, seed))

@@ -47,7 +47,7 @@ def size(
     """Find the cheapest plan that keeps the promise, or say why there is none."""
     from perfmodel.adapters import perf_output, perf_size_text, size_report
     from perfmodel.adapters.catalog import load_catalog
-    from perfmodel.adapters.compiled_code import remember_compiled_loops
+    from perfmodel.adapters.perf_compiling import say_if_compiling
     from perfmodel.adapters.plots import check_plot_path, write_plot
     from perfmodel.adapters.spec_file import read_spec
 
@@ -58,7 +58,7 @@ def size(
         asked = read_spec(spec, catalog)
         if not check:
             _no_effect(workers, dask)
-            remember_compiled_loops()
+        say_if_compiling(simulation=check)
         simulation = _check(policy, held.enter_context(_places(workers, dask))) if check else None
         answer: Answer = size_report.answered(
             asked,
@@ -102,11 +102,9 @@ def _places(count: int | None, dask: str | None) -> Iterator[Workers | None]:
 
 def _check(policy: str, places: Workers | None) -> Check:
     """The simulation under this policy. Raises ConfigError for an unknown name."""
-    from perfmodel.adapters.compiled_code import remember_compiled_code
     from perfmodel.adapters.policy_names import policy_factory
     from perfmodel.adapters.spread_check import seeds_on
     from perfmodel.search.simulated import simulated
 
     factory = policy_factory(policy)
-    remember_compiled_code()
     return simulated(factory, side_by_side=None if places is None else seeds_on(places, policy))

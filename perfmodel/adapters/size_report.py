@@ -74,6 +74,7 @@ def answered(
     steps = engine_steps(spec, coefficients, context)
     answers: list[PeriodAnswer] = []
     sentence = None
+    memory = Memory()
     for period in spec.periods:
         where = _where(spec, period)
         models = dict.fromkeys(each.model for each in period.classes)
@@ -85,7 +86,7 @@ def answered(
             steps,
             replayed(),
             check,
-            memory=Memory(),
+            memory=memory,
         )
         with progress(f"{where}searching the cheapest plan", group_count(period.classes)) as advance:
             sized = size(problem, partial(advance, 1))

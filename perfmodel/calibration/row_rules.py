@@ -15,6 +15,8 @@ Rules, by the name that `assumed` shows:
   isl, osl        the benchmark's data set (MLPerf), else 1,024 and 256
   concurrency     in flight by Little's law where a rate is given; the decode slots of a disaggregated layout; else as
                   many as fit
+  slots           gpt-oss on vLLM and H100 by InferenceX in 2025, 512 clients: its script sent ten prompts for each
+                  sequence that the engine was started with (4 to 64 in its sweep, 16 assumed) through 512 clients
   layout          a disaggregated row without its workers' layout: one worker a side
   prefix_hit      0.9 of prompt tokens in agentic rows that do not say
   scenario        a name that is not known, or none: `other`
@@ -35,7 +37,7 @@ from perfmodel.benchmarks import DEFAULT_MLPERF_DATA_SET, MLPERF_DATA_SETS
 from perfmodel.coefficients import Group
 from perfmodel.configuration import Configuration, Pool, Scenario
 from perfmodel.errors import ConfigError
-from perfmodel.groups import engine_era, model_family
+from perfmodel.groups import EngineEra, engine_era, model_family
 from perfmodel.hardware import Hardware, NumberFormat
 from perfmodel.memory import EngineShape, checkpoint_bytes, weight_bytes
 from perfmodel.serving import LengthLaw, Lengths
@@ -59,6 +61,14 @@ _AGENTIC_HIT_RATIO = 0.9
 
 # Generations on which every engine's recipes store the cache in FP8 beside narrow weights.
 _NARROW_CACHE_GENERATIONS = frozenset({"blackwell", "cdna4"})
+
+# InferenceX's script for gpt-oss on vLLM and H100 of autumn 2025 started the engine for `$CONC` sequences
+# (`--max-num-seqs=$CONC`), sent `10 * $CONC` prompts, and let a fixed 512 clients send them (`--max-concurrency 512`;
+# benchmarks/gptoss_fp4_h100*.sh of SemiAnalysisAI/InferenceX). Tables of its results name the 512. Later versions send
+# with `$CONC` clients. The sweep went from 4 to 64; its middle stands for what the table does not say.
+_FIXED_CLIENTS = 512
+_FIXED_CLIENT_HALVES = frozenset({"2025a", "2025b"})
+_SWEEP_MIDDLE = 16
 
 # Agentic answers and prompts vary; harnesses with measured means are as regular as their nominal ones.
 _DISAGGREGATED = "disagg(prefill_gpus/decode_gpus or blank)"
@@ -176,6 +186,7 @@ class _Reader:
             concurrency = self._slots()
         if concurrency is None:
             self.assumed["concurrency"] = ""  # how many fit or are in flight is the prediction's to say
+        slots = self._fixed_slots(era, concurrency)
         if any(_overfull(pool) for pool in (prefill, decode) if pool is not None):
             self.assumed["memory"] = ""
         return Configuration(
@@ -186,6 +197,7 @@ class _Reader:
             concurrency=concurrency,
             rate_per_s=rate,
             prefill=prefill,
+            slot_count=slots,
             assumed=tuple(self.assumed),
             imputed=tuple((name, value) for name, value in self.assumed.items() if value),
         )
@@ -296,6 +308,22 @@ class _Reader:
             self._pool(side[0], weights, kv_format, float(sum(worker.count for worker in side)), 1)
             for side in (prefill, decode)
         )  # type: ignore[return-value]  # two pools from a tuple of two
+
+    def _fixed_slots(self, era: EngineEra, concurrency: float | None) -> int | None:
+        """Sequences of an engine whose harness sent all prompts at once; None where the clients are the concurrency."""
+        fixed = (
+            concurrency == _FIXED_CLIENTS
+            and self.scenario is Scenario.CLOSED_LOOP
+            and era.engine == "vllm"
+            and era.half in _FIXED_CLIENT_HALVES
+            and model_family(self.architecture.name) == "gpt-oss"
+            and self.hardware.name.startswith("H100-SXM")
+            and self._text("lengths") == LengthLaw.UNIFORM_08_10
+        )
+        if not fixed:
+            return None
+        self.assumed["slots"] = f"{_SWEEP_MIDDLE}"
+        return _SWEEP_MIDDLE
 
     def _slots(self) -> float | None:
         """Sequences that the decode workers of a layout take, for which its clients were counted out."""

@@ -57,6 +57,11 @@ def open_loop(engine: ServingEngine, lengths: Lengths, rate_per_s: float, bursti
     return _figures(engine, lengths, sample, _Shown(settled.tpot_s, rate, rate / capacity, settled.batch))
 
 
+def carried_per_s(engine: ServingEngine, lengths: Lengths) -> float:
+    """Requests a second that all replicas carry together; from there on `open_loop` says that the queue grows."""
+    return engine.replicas * float(capacity_per_s(_work(engine, lengths)))
+
+
 def closed_loop(engine: ServingEngine, lengths: Lengths, concurrency: int, requests_per_client: int = 10) -> Served:
     """What `concurrency` clients over all replicas see that start together and send again when their answer ended.
 

@@ -21,7 +21,6 @@ from perfmodel.search.options import Refusal, promise_below_bound
 from perfmodel.search.plan import (
     Candidate,
     Choices,
-    DemandLevel,
     EngineOption,
     Fleet,
     PoolPlan,
@@ -215,7 +214,8 @@ class CandidateSearch:
         )
         verdict = judged(Latencies(ttft, tpot), self._slos, shifts)
         rows = Rows(topology, first, second, counts, verdict.use, _empty_bill())
-        self._note_pairs(topology, verdict, rows, np.isnan(late_ms).reshape(-1))
+        if self._ceiling is None:
+            self._note_pairs(topology, verdict, rows, np.isnan(late_ms).reshape(-1))
         return self._bought(topology, _taken(rows, verdict.meets))
 
     def _hand_over(self, prefill: list[int], decode: list[int]) -> Floats:
@@ -264,36 +264,46 @@ class CandidateSearch:
         if most < 1:
             self._refuse(topology, role, option, RejectionReason.INVENTORY, self._none_words(option))
             return None
-        load = self._rater.load
-        found: dict[DemandLevel, int] = {}
-        for level in (DemandLevel.P90, DemandLevel.P50):
-            rate = load.rate_per_s(level)
-            top = min(most, found.get(DemandLevel.P90, most))
-            count = self._bisect(role, option, judge, rate, top)
-            if count is None and self._ceiling is not None:
-                return None
-            if count is None:
-                served = self._rater.half(role, option, most, rate)
-                verdict = judge(latencies([served]))
-                reason = verdict.reason(0) or RejectionReason.GOODPUT_MISSED
-                detail = f"with {_all_words(most)} at {rate:g} requests/s: "
-                over = float(verdict.over[0])
-                if math.isinf(served.ttft_mean_ms):
-                    reason = RejectionReason.LOAD_NOT_CARRIED
-                    detail += f"the queue grows without end, as it does from {rate / served.utilisation_ratio:.2f}/s on"
-                    over = served.utilisation_ratio
-                else:
-                    detail += miss_words(verdict, 0)
-                self._refuse(topology, role, option, reason, detail, over_ratio=over)
-                return None
-            found[level] = count
-        serving = found[DemandLevel.P90]
-        total = self._fleet.spare.total_count(serving, found[DemandLevel.P50])
+        load, rate = self._rater.load, self._rater.load.rate_p90_per_s
+        serving = self._bisect(role, option, judge, rate, most)
+        if serving is None:
+            if self._ceiling is None:
+                self._refuse_all(topology, role, option, judge, most)
+            return None
+        quiet = serving
+        spare = self._fleet.spare
+        # The quiet hours are asked about only where a spare rule looks at them.
+        if spare.total_count(serving, 1) != spare.total_count(serving, serving):
+            quiet = self._bisect(role, option, judge, load.rate_p50_per_s, serving) or serving
+        total = spare.total_count(serving, quiet)
         if total > most:
             detail = f"{serving} serving and {total - serving} spare replicas; inventory holds {most}"
             self._refuse(topology, role, option, RejectionReason.INVENTORY, detail, over_ratio=total / most)
             return None
-        return Half(option, serving, total, self._rater.half(role, option, serving, load.rate_p90_per_s))
+        return Half(option, serving, total, self._rater.half(role, option, serving, rate))
+
+    def _refuse_all(
+        self,
+        topology: Topology,
+        role: PoolRole,
+        option: EngineOption,
+        judge: Callable[[Latencies], Verdict],
+        most: int,
+    ) -> None:
+        """Note why not even all replicas that there are keep the promise."""
+        rate = self._rater.load.rate_p90_per_s
+        served = self._rater.half(role, option, most, rate)
+        verdict = judge(latencies([served]))
+        reason = verdict.reason(0) or RejectionReason.GOODPUT_MISSED
+        detail = f"with {_all_words(most)} at {rate:g} requests/s: "
+        over = float(verdict.over[0])
+        if math.isinf(served.ttft_mean_ms):
+            reason = RejectionReason.LOAD_NOT_CARRIED
+            detail += f"the queue grows without end, as it does from {rate / served.utilisation_ratio:.2f}/s on"
+            over = served.utilisation_ratio
+        else:
+            detail += miss_words(verdict, 0)
+        self._refuse(topology, role, option, reason, detail, over_ratio=over)
 
     def _bisect(
         self, role: PoolRole, option: EngineOption, judge: Callable[[Latencies], Verdict], rate: float, most: int
@@ -309,11 +319,15 @@ class CandidateSearch:
             # A queue that grows without end keeps no promise; that is most of what is asked.
             return math.isfinite(served.ttft_mean_ms) and bool(judge(latencies([served])).meets[0])
 
-        if not holds(most):
+        needed = math.ceil(rate / self._rater.carried_per_s(role, option) * (1 - _ROUNDING_RATIO))
+        if needed > most:
             return None
-        needed = self._rater.half(role, option, most, rate).utilisation_ratio * most
-        high = min(most, max(1, math.ceil(needed * (1 - _ROUNDING_RATIO))))
-        failed, step = high - 1, 1
+        high = max(1, needed)
+        if holds(high):
+            return high
+        if high == most or not holds(most):
+            return None
+        failed, high, step = high, min(most, high + 1), 2
         while high < most and not holds(high):
             failed, high, step = high, min(most, high + step), 2 * step
         while high - failed > 1:
@@ -338,7 +352,7 @@ class CandidateSearch:
             return True
         for each in self._rater.load.classes:
             prompts, answers = role is not PoolRole.DECODE, role is not PoolRole.PREFILL
-            broken = promise_below_bound(option.shape, each, prompts=prompts, answers=answers)
+            broken = promise_below_bound(self._rater.bounds(option, each), each, prompts=prompts, answers=answers)
             if broken is not None:
                 self._refuse(topology, role, option, *broken)
                 return False
@@ -356,6 +370,8 @@ class CandidateSearch:
         *,
         over_ratio: float = math.inf,
     ) -> None:
+        if self._ceiling is not None:
+            return  # nobody is told
         refusal = Refusal(option.offer.name, described(option), reason, detail, over_ratio)
         self._refusals.append((topology, role, refusal))
 
@@ -395,19 +411,17 @@ class CandidateSearch:
         return min(stock, replicas * self._devices(option))
 
     def _counts(self, indices: Ints) -> Ints:
-        counts = np.zeros((len(indices), len(self._purchasing.names)), dtype=np.int64)
-        known: dict[int, Ints] = {}
-        for row, index in enumerate(indices.tolist()):
-            if index not in known:
-                half = self._halves[index]
-                pool = PoolPlan(PoolRole.BOTH, half.option, half.total_count, 0)
-                known[index] = self._purchasing.row(pool.device_counts())
-            counts[row] = known[index]
-        return counts
+        rows = [
+            self._purchasing.row(PoolPlan(PoolRole.BOTH, half.option, half.total_count, 0).device_counts())
+            for half in self._halves
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, len(self._purchasing.names))[indices]
 
     def _bought(self, topology: Topology, rows: Rows) -> Rows:
         """Rows that inventory and racks allow, priced; the nearest (then cheapest) of each refusal is noted."""
         bill = self._purchasing.bill(rows.counts)
+        if self._ceiling is not None:
+            return _taken(Rows(topology, rows.first, rows.second, rows.counts, rows.use, bill), bill.allowed)
         stock = self._purchasing.stock_ratio(bill.units)
         power = self._purchasing.power_ratio(bill.units)
         for over, reason, kept in (

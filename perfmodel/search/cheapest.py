@@ -8,7 +8,7 @@ candidate that takes the least of its promise's room, then to its key, so the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from perfmodel.search.candidates import (
     words,
 )
 from perfmodel.search.choice import Choice, Chooser, plan_of
-from perfmodel.search.options import Refusal, beyond_all, engine_options, promise_below_bound
+from perfmodel.search.options import Refusal, beyond_all, bounds, engine_options, promise_below_bound
 from perfmodel.search.plan import (
     Choices,
     EngineOption,
@@ -63,7 +63,8 @@ class Problem:
     """What is to be sized: classes (with models by name), what may be bought and varied, how fast engines are.
 
     `full_model` judges single candidates (None: the closed form of `queueing`), and `check` plays the cheapest out
-    (None: the full model has the last word). `only`: keys of the engines to look at (None: all).
+    (None: the full model has the last word). `only`: keys of the engines to look at, by the names of the classes that
+    share pools (None: all; a group that is not named: all).
     `memory`: answers shared with other searches of the same engines and full model. `ceiling_usd_per_h`: only plans up
     to this cost are wanted (None: all); what is dearer is left out, and not listed as rejected.
     """
@@ -75,7 +76,7 @@ class Problem:
     steps: EngineSteps
     full_model: FullModel | None = None
     check: Check | None = None
-    only: frozenset[tuple[str, ...]] | None = None
+    only: Mapping[tuple[str, ...], frozenset[tuple[str, ...]]] | None = None
     memory: Memory | None = None
     ceiling_usd_per_h: float | None = None
 
@@ -112,7 +113,8 @@ def size(problem: Problem, searched_one: Callable[[], None] | None = None) -> Si
         raise ConfigError("classes is empty; expected at least one")
     purchasing = Purchasing(problem.fleet)
     searched = _Searched(problem, purchasing, searched_one)
-    beyond = _beyond(problem, searched)
+    # A search below a ceiling asks only whether there is a plan: no words are wanted.
+    beyond = _beyond(problem, searched) if problem.ceiling_usd_per_h is None else None
     if beyond is not None:
         return Sized(None, beyond, beyond.rejections, (), purchasing.names, 0, 0)
     best: Choice | None = None
@@ -126,7 +128,7 @@ def size(problem: Problem, searched_one: Callable[[], None] | None = None) -> Si
     considered = sum(group.considered_count for group in groups)
     feasible = sum(group.feasible_count for group in groups)
     alternatives = [_played(*each) for each in sorted(chooser.missed.values(), key=lambda each: each[1].order)]
-    if best is not None:
+    if best is not None and problem.ceiling_usd_per_h is None:
         for group, tried, _ in best.picks:
             alternatives += _dearer(group, tried, purchasing, chooser)
     rejections = (*alternatives, *_refused(problem, groups, searched.refusals))
@@ -153,8 +155,7 @@ class _Searched:
         if key not in self._options:
             architecture = self._problem.architecture(model)
             found, refused = engine_options(architecture, self._problem.fleet, self._problem.choices, context_tokens)
-            only = self._problem.only
-            self._options[key] = found if only is None else [option for option in found if option.key in only]
+            self._options[key] = found
             self.refusals[model] = refused
         return self._options[key]
 
@@ -165,6 +166,9 @@ class _Searched:
             context = max(each.demand.longest_tokens for each in classes)
             options = self.options(classes[0].model, context)
             asked = self._problem
+            only = None if asked.only is None else asked.only.get(names)
+            if only is not None:
+                options = [option for option in options if option.key in only]
             rater = Rater(load, asked.steps, asked.full_model, asked.check, asked.memory)
             search = CandidateSearch(
                 (asked.fleet, asked.choices), self._purchasing, rater, options, asked.ceiling_usd_per_h
@@ -242,7 +246,7 @@ def _beyond(problem: Problem, searched: _Searched) -> Impossible | None:
             continue
         counted: dict[tuple[object, ...], Rejection] = {}
         for option in options:
-            broken = promise_below_bound(option.shape, each, prompts=True, answers=True)
+            broken = promise_below_bound(bounds(option.shape, each.demand), each, prompts=True, answers=True)
             if option.chips is None and broken is not None:
                 refusal = Refusal(option.offer.name, described(option), *broken)
                 _count(counted, (each.name,), "any topology", refusal)

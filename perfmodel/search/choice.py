@@ -1,9 +1,9 @@
 """Which candidates of which groups become the plan: the cheapest combination that holds when it is played out.
 
-Owns: fronts of confirmed candidates, their combination under one inventory, the check of the winner, and replicas that
-bought units leave room for. Does not own: the candidates (`candidates`), prices (`purchase`), the partition into
-groups or the words for what was not chosen (`search`). A candidate passes three judges, each dearer than the one
-before: the closed form by halves, the full model, and the check; only the cheapest ever meet the last one.
+Owns: which candidates are asked of the full model, the check of the winner, and replicas that bought units leave room
+for. Does not own: the candidates (`candidates`), combinations under one inventory (`fronts`), prices (`purchase`), the
+partition into groups or the words for what was not chosen (`cheapest`). A candidate passes three judges, each dearer
+than the one before: the closed form by halves, the full model, and the check; only the cheapest ever meet the last one.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from perfmodel.search.candidates import GroupCandidates, Ints, Missed, Trial, confirmed, trials
+from perfmodel.search.fronts import Front, cheapest_together
 from perfmodel.search.plan import Candidate, Plan, RejectionReason
 from perfmodel.search.purchase import SAME_COST_RATIO, Purchasing
 
 # Candidates of one cost that are asked of the full model to find the roomiest: enough for all chunk sizes of an engine.
 _MOST_TIED = 12
-
-# Device sets of one group that are combined with those of the others, cheapest first. Exact for one group; for more it
-# bounds the work, and a set that is dearer than this many others alone is very unlikely to be part of the cheapest
-# fleet.
-_MOST_COMBINED = 400
 
 # A candidate that the check finds this far below the promise takes its siblings with it: the same engines with another
 # chunk size or KV format, which the full model rated lower.
@@ -59,15 +55,6 @@ def _use(group: GroupCandidates, found: Candidate) -> float:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Front:
-    """Confirmed candidates of one group, cheapest first; counts int64[n, offers] are their devices."""
-
-    counts: Ints
-    picks: tuple[Pick, ...]
-    missed: tuple[Miss, ...]
-
-
 class Chooser:
     """Finds the cheapest choice. Mutable: it remembers what was refused and checked, and why."""
 
@@ -76,6 +63,7 @@ class Chooser:
         self.missed: dict[str, Miss] = {}
         self._banned: set[tuple[object, ...]] = set()
         self._checked: dict[tuple[object, ...], bool] = {}
+        self._fronts: dict[tuple[str, ...], Front] = {}
 
     def cheapest(self, groups: list[GroupCandidates], ceiling: float | None) -> Choice | None:
         """The cheapest choice that passes the check; None when there is none at or below the ceiling (USD an hour)."""
@@ -119,69 +107,58 @@ class Chooser:
 
     def _tied(self, groups: list[GroupCandidates], ceiling: float | None) -> list[Choice]:
         """The choices of the least cost, before the check."""
-        purchasing = self._purchasing
-        fronts = []
-        for group in groups:
-            front = self._front(group, ties_only=len(groups) == 1, ceiling=ceiling)
-            for miss in front.missed:
-                self._note(miss)
-            if not front.picks:
-                return []
-            fronts.append(front)
-        rows = np.arange(len(fronts[0].picks))[:, None]
-        counts = fronts[0].counts
-        for front in fronts[1:]:
-            left, right = len(counts), len(front.counts)
-            counts = (counts[:, None, :] + front.counts[None, :, :]).reshape(left * right, counts.shape[1])
-            rows = np.hstack([np.repeat(rows, right, axis=0), np.tile(np.arange(right), left)[:, None]])
-            bill = purchasing.bill(counts)
-            keep = np.flatnonzero(bill.allowed)
-            keep = keep[np.lexsort((*rows[keep].T, bill.usd_per_h[keep]))][:_MOST_COMBINED]
-            counts, rows = counts[keep], rows[keep]
-        bill = purchasing.bill(counts)
-        allowed = np.flatnonzero(bill.allowed)
-        if not len(allowed):
-            return []
-        least = float(bill.usd_per_h[allowed].min())
-        if ceiling is not None and least > ceiling * (1 + SAME_COST_RATIO):
-            return []
-        tied = allowed[bill.usd_per_h[allowed] <= least * (1 + SAME_COST_RATIO)][:_MOST_TIED]
-        return [
-            Choice(tuple(front.picks[int(row)] for front, row in zip(fronts, rows[index], strict=True)), least)
-            for index in tied.tolist()
-        ]
+        if len(groups) == 1:
+            return [Choice((pick,), pick[1].usd_per_h) for pick in self._cheapest_of(groups[0], ceiling)]
+        fronts = [self._front(group) for group in groups]
+        while (found := cheapest_together(fronts, self._purchasing, ceiling)) is not None:
+            rows = found.places[:_MOST_TIED]
+            asked = sorted({(at, place) for row in rows.tolist() for at, place in enumerate(row)})
+            picks = {(at, place): self._standing(fronts[at], place) for at, place in asked}
+            chosen = [[picks[at, place] for at, place in enumerate(row)] for row in rows.tolist()]
+            if None not in picks.values():
+                return [Choice(tuple(each for each in row if each), found.usd_per_h) for row in chosen]
+        return []
 
-    def _front(self, group: GroupCandidates, *, ties_only: bool, ceiling: float | None) -> _Front:
-        """Candidates that the full model confirms, cheapest first. A refused one is tried again with a replica more.
+    def _front(self, group: GroupCandidates) -> Front:
+        names = group.rater.load.names
+        if names not in self._fronts:
+            self._fronts[names] = Front(group, self._purchasing)
+        return self._fronts[names]
 
-        `ties_only`: stop at the first cost that has one. Otherwise a candidate whose devices contain another's is of no
-        use.
+    def _standing(self, front: Front, place: int) -> Pick | None:
+        """The candidate of this set of devices that the full model confirms; None: it refuses all. A refused one is
+        tried again with a replica more.
+        """
+        group = front.group
+        while (tried := front.standing(place)) is not None:
+            found = confirmed(group, tried)
+            if isinstance(found, Candidate) and not self._is_banned(group, tried):
+                return group, tried, found
+            if isinstance(found, Missed):
+                self._note((group, tried, found))
+            front.refuse(place)
+        return None
+
+    def _cheapest_of(self, group: GroupCandidates, ceiling: float | None) -> list[Pick]:
+        """The cheapest candidates that the full model confirms, of one cost. A refused one is tried again with a
+        replica more.
         """
         queue = _Queue(group)
         picks: list[Pick] = []
-        missed: list[Miss] = []
-        kept: list[Ints] = []
-        while len(picks) < _MOST_COMBINED and (tried := queue.pop()) is not None:
+        while len(picks) < _MOST_TIED and (tried := queue.pop()) is not None:
             if ceiling is not None and tried.usd_per_h > ceiling * (1 + SAME_COST_RATIO):
                 break
-            if ties_only and picks:
-                dearer = tried.usd_per_h > picks[0][1].usd_per_h * (1 + SAME_COST_RATIO)
-                if dearer or len(picks) >= _MOST_TIED:
-                    break
-            counts = self._purchasing.row(tried.device_counts())
-            if not ties_only and any((counts >= other).all() for other in kept):
-                continue
+            if picks and tried.usd_per_h > picks[0][1].usd_per_h * (1 + SAME_COST_RATIO):
+                break
             banned = self._is_banned(group, tried)
             found = confirmed(group, tried)
             if isinstance(found, Candidate) and not banned:
-                kept.append(counts)
                 picks.append((group, tried, found))
                 continue
             if isinstance(found, Missed):
-                missed.append((group, tried, found))
+                self._note((group, tried, found))
             queue.push_larger(tried, self._purchasing)
-        width = len(self._purchasing.names)
-        return _Front(np.array(kept, dtype=np.int64).reshape(-1, width), tuple(picks), tuple(missed))
+        return picks
 
 
 class _Queue:

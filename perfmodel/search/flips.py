@@ -39,7 +39,10 @@ _SAME_USD_RATIO = 1e-6
 _MOST_PRICES = 8
 
 # Candidates of each topology, cheapest first, whose engines a repeated search looks at.
-_SHORT_LIST = 200
+_SHORT_LIST = 50
+
+# Candidates whose engines are asked first: most of the time one of them answers.
+_FEW = 8
 
 # Kinds of engines that are asked of the full model before no break-even price is told.
 _MOST_CONFIRMED = 40
@@ -139,12 +142,9 @@ def _priced(problem: Problem, name: str, usd_per_h: float) -> Problem:
 
 
 def _by_calculation(problem: Problem) -> Problem:
-    """The problem with one seed and no check, sharing its step tables: for searches by the dozen."""
-    memory = Memory()
-    if problem.memory is not None:
-        memory.steps = problem.memory.steps
+    """The problem with one seed and no check, sharing what does not depend on it: for searches by the dozen."""
     model = None if problem.full_model is None else replayed(seeds=CHECK_SEEDS[:1])
-    return replace(problem, full_model=model, check=None, memory=memory)
+    return replace(problem, full_model=model, check=None, memory=Memory(problem.memory))
 
 
 def _price_with(group: GroupCandidates, plan: Plan, offer: Offer, column: int) -> float | None:
@@ -198,34 +198,76 @@ def _holds(group: GroupCandidates, tried: Trial) -> bool:
     return seen is None or all(seen >= each.slo.goodput_ratio for each in group.rater.load.classes)
 
 
-def shortened(problem: Problem, sized: Sized) -> Problem:
-    """The problem with the engines of the cheapest candidates only, one seed, no check: for searches by the dozen."""
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Searches by the dozen: `few` looks at a handful of each group's engines and is asked first, `more` at all that
+    came close. What `few` finds `more` can only better.
+    """
+
+    few: Problem
+    more: Problem
+
+    def changed(self, classes: tuple[TrafficClass, ...]) -> Short:
+        """The same for other classes."""
+        return Short(replace(self.few, classes=classes), replace(self.more, classes=classes))
+
+    def fits(self, ceiling_usd_per_h: float) -> bool:
+        """Whether any plan costs at most this."""
+        return any(
+            size(replace(each, ceiling_usd_per_h=ceiling_usd_per_h)).plan is not None for each in (self.few, self.more)
+        )
+
+    def cheapest(self) -> Plan | None:
+        """The cheapest plan; that of the few bounds what the others are asked for."""
+        bound = size(self.few).plan
+        if bound is None:
+            return size(self.more).plan
+        return size(replace(self.more, ceiling_usd_per_h=bound.usd_per_h)).plan or bound
+
+
+def shortened(problem: Problem, sized: Sized) -> Short:
+    """The problem with the engines of each group's cheapest candidates only, one seed, no check. A group that has no
+    candidate looks at what the others do.
+    """
+    quick = _by_calculation(problem)
+    few, more = (_listed(sized, count) for count in (_FEW, _SHORT_LIST))
+    return Short(replace(quick, only=few), replace(quick, only=more))
+
+
+def _listed(sized: Sized, count: int) -> dict[tuple[str, ...], frozenset[tuple[str, ...]]]:
+    """Engines of so many candidates of each group and topology, by the group's classes."""
+    listed = {group.rater.load.names: _engines(group, count) for group in sized.groups}
+    anywhere: frozenset[tuple[str, ...]] = frozenset().union(*listed.values())
+    return {names: keys or anywhere for names, keys in listed.items()}
+
+
+def _engines(group: GroupCandidates, count: int) -> frozenset[tuple[str, ...]]:
     keys: set[tuple[str, ...]] = set()
-    for group in sized.groups:
-        for rows in group.rows:
-            order = np.lexsort((rows.use, rows.bill.usd_per_h))[:_SHORT_LIST]
-            for column in (rows.first, rows.second):
-                keys.update(group.halves[index].option.key for index in np.unique(column[order]).tolist() if index >= 0)
-    return replace(_by_calculation(problem), only=frozenset(keys))
+    for rows in group.rows:
+        order = np.lexsort((rows.use, rows.bill.usd_per_h))[:count]
+        for column in (rows.first, rows.second):
+            keys.update(group.halves[index].option.key for index in np.unique(column[order]).tolist() if index >= 0)
+    return frozenset(keys)
 
 
-def hit_ratio_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
+def hit_ratio_flips(short: Short, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
     """The nearest higher and lower cached share of prompts at which the plan changes, of all classes moved together;
     None where it does not.
 
     `current`: the plan that is told, where it is not the one by calculation.
     """
-    now = max(each.demand.cached_ratio for each in problem.classes)
+    classes = short.more.classes
+    now = max(each.demand.cached_ratio for each in classes)
 
     def changed(ratio: float) -> tuple[TrafficClass, ...]:
-        return tuple(replace(each, demand=replace(each.demand, cached_ratio=ratio)) for each in problem.classes)
+        return tuple(replace(each, demand=replace(each.demand, cached_ratio=ratio)) for each in classes)
 
     varied = _Input("cached_ratio", now, lambda ratio: f"{ratio:.3g}", changed)
     for easier, ratios in (
         (True, [ratio for ratio in _HIT_RATIOS if ratio > now + 1e-9]),
         (False, [ratio for ratio in reversed(_HIT_RATIOS) if ratio < now - 1e-9]),
     ):
-        yield _first_flip(problem, _Limits.of(plan, current, easier=easier), varied, ratios)
+        yield _first_flip(short, _Limits.of(plan, current, easier=easier), varied, ratios)
 
 
 def input_flips(problem: Problem, sized: Sized) -> Iterator[Flip | None]:
@@ -236,32 +278,31 @@ def input_flips(problem: Problem, sized: Sized) -> Iterator[Flip | None]:
     that the check let pass.
     """
     short = shortened(problem, sized)
-    base = size(short).plan
+    base = short.cheapest()
     if base is not None:
         yield from hit_ratio_flips(short, base, sized.plan)
         yield from slo_flips(short, base, sized.plan)
 
 
-def slo_flips(problem: Problem, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
+def slo_flips(short: Short, plan: Plan, current: Plan | None = None) -> Iterator[Flip | None]:
     """For TTFT and TPOT: the nearest looser limit that makes the plan cheaper and the nearest tighter one that
     changes it, all classes' limits moved by one factor; None where none does. `current` as in `hit_ratio_flips`.
     """
+    classes = short.more.classes
     for field in ("ttft_ms", "tpot_ms"):
-        varied = _Input(f"slo.{field}", 1.0, partial(_limit_words, problem, field), partial(_limited, problem, field))
+        varied = _Input(f"slo.{field}", 1.0, partial(_limit_words, classes, field), partial(_limited, classes, field))
         for factors in (_LOOSER, _TIGHTER):
             limits = _Limits.of(plan, current, easier=factors is _LOOSER)
-            yield _first_flip(problem, limits, varied, factors)
+            yield _first_flip(short, limits, varied, factors)
 
 
-def _limit_words(problem: Problem, field: str, factor: float) -> str:
-    limits = [getattr(each.slo, field) * factor for each in problem.classes]
+def _limit_words(classes: Sequence[TrafficClass], field: str, factor: float) -> str:
+    limits = [getattr(each.slo, field) * factor for each in classes]
     return "/".join(f"{limit:.0f}" if limit >= 1000 else f"{limit:.4g}" for limit in limits)
 
 
-def _limited(problem: Problem, field: str, factor: float) -> tuple[TrafficClass, ...]:
-    return tuple(
-        replace(each, slo=replace(each.slo, **{field: getattr(each.slo, field) * factor})) for each in problem.classes
-    )
+def _limited(classes: Sequence[TrafficClass], field: str, factor: float) -> tuple[TrafficClass, ...]:
+    return tuple(replace(each, slo=replace(each.slo, **{field: getattr(each.slo, field) * factor})) for each in classes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +321,10 @@ class _Limits:
         costs = [each.usd_per_h for each in (plan, current) if each is not None]
         return cls(min(costs) if easier else max(costs), easier)
 
-    def flipped(self, problem: Problem) -> bool:
+    def flipped(self, short: Short) -> bool:
         """Whether the plan changes, by a search that looks no further than the plan's cost: most engines are dearer."""
         ceiling = self.usd_per_h * (1 - _SAME_USD_RATIO if self.easier else 1 + _SAME_USD_RATIO)
-        return (size(replace(problem, ceiling_usd_per_h=ceiling)).plan is not None) is self.easier
+        return short.fits(ceiling) is self.easier
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,14 +337,14 @@ class _Input:
     changed: Callable[[float], tuple[TrafficClass, ...]]
 
 
-def _first_flip(problem: Problem, limits: _Limits, varied: _Input, values: Sequence[float]) -> Flip | None:
+def _first_flip(short: Short, limits: _Limits, varied: _Input, values: Sequence[float]) -> Flip | None:
     """The nearest value at which the plan changes: the first of the values (nearest first), then halved towards the one
     at which it stays. An input that is eased or hardened further never takes a flip back, so the farthest is asked
     first.
     """
 
     def flips(value: float) -> bool:
-        return limits.flipped(replace(problem, classes=varied.changed(value)))
+        return limits.flipped(short.changed(varied.changed(value)))
 
     if not values or not flips(values[-1]):
         return None
@@ -315,6 +356,6 @@ def _first_flip(problem: Problem, limits: _Limits, varied: _Input, values: Seque
     for _ in range(_HALVINGS):
         between = (stays + at) / 2
         stays, at = (stays, between) if flips(between) else (between, at)
-    plan = size(replace(problem, classes=varied.changed(at))).plan
+    plan = short.changed(varied.changed(at)).cheapest()
     told = (None, None) if plan is None else (plan_words(plan), plan.usd_per_h)
     return Flip(varied.field, varied.words(at), varied.words(varied.now), varied.words(stays), *told)

@@ -265,12 +265,11 @@ def bounds(shape: EngineShape, demand: Demand) -> Bounds:
 
 
 def promise_below_bound(
-    shape: EngineShape, each: TrafficClass, *, prompts: bool, answers: bool
+    least: Bounds, each: TrafficClass, *, prompts: bool, answers: bool
 ) -> tuple[RejectionReason, str] | None:
-    """Why no software on this shape keeps the class's promise: its first limit below the bound, of a pool that computes
-    prompts, answers or both; None when the bounds leave room.
+    """Why no software on a shape with these bounds keeps the class's promise: its first limit below them, of a pool
+    that computes prompts, answers or both; None when the bounds leave room.
     """
-    least = bounds(shape, each.demand)
     if prompts and least.ttft_ms is not None and least.ttft_ms > each.slo.ttft_ms:
         detail = f"TTFT {each.slo.ttft_ms:g} ms; no software is faster than {least.ttft_ms:.1f} ms on it"
         return RejectionReason.TTFT_BELOW_BOUND, detail

@@ -88,6 +88,12 @@ class Purchasing:
         in_power: Flags = np.asarray(self.power_ratio(units) <= 1)
         return Bill(units, units @ self._unit_usd_per_h, in_stock, in_power)
 
+    def floor_usd_per_h(self, counts: Counts) -> NDArray[np.float64]:
+        """What rows of device counts would cost if units could be split: no fleet that holds them costs less, and what
+        several rows cost adds up.
+        """
+        return np.asarray(counts @ (self._unit_usd_per_h / self._unit_devices))
+
     def stock_ratio(self, units: Counts) -> NDArray[np.float64]:
         """Of rows of units: the largest share of an offer's stock that they take (above 1: more than there is)."""
         stock = np.maximum(self._stock_units, 0)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from perfmodel import memory
 from perfmodel.disaggregation import SplitEngine
-from perfmodel.queueing.loops import open_loop
+from perfmodel.queueing.loops import carried_per_s, open_loop
+from perfmodel.search.options import Bounds, bounds
 from perfmodel.search.plan import (
     DemandLevel,
     EngineOption,
@@ -227,8 +228,10 @@ def judged(times: Latencies, slos: Sequence[Slo], shifts_ms: Floats | Sequence[f
     """Hold candidates against promises. `shifts_ms[k]` (or [n, k]) is how much later than the merged stream's the first
     token of class k comes, because its prompts are longer.
     """
-    ttft, tpot = times.ttft_ms.T, times.tpot_ms.T
     count = times.ttft_ms.shape[0]
+    if count == 1:
+        return _judged_alone(times, slos, np.ravel(np.asarray(shifts_ms, dtype=np.float64)).tolist())
+    ttft, tpot = times.ttft_ms.T, times.tpot_ms.T
     shifts = np.broadcast_to(np.asarray(shifts_ms, dtype=np.float64), (count, len(slos)))
     worst = [np.zeros(count), np.zeros(count), np.ones(count), np.full(count, -1.0)]
     for column, slo in enumerate(slos):
@@ -241,6 +244,49 @@ def judged(times: Latencies, slos: Sequence[Slo], shifts_ms: Floats | Sequence[f
         worst[2] = np.minimum(worst[2], goodput)
         worst[3] = np.maximum(worst[3], slo.goodput_ratio - goodput)
     return Verdict(*(np.where(np.isnan(each), np.inf, each) for each in worst))
+
+
+def _judged_alone(times: Latencies, slos: Sequence[Slo], shifts_ms: Sequence[float]) -> Verdict:
+    """`judged` of one candidate in plain numbers: a search asks by the ten thousand, and an array of one costs ten
+    times that.
+    """
+    ttft, tpot = times.ttft_ms[0].tolist(), times.tpot_ms[0].tolist()
+    uses, shares = ([0.0], [0.0]), ([1.0], [-1.0])
+    for slo, shift_ms in zip(slos, shifts_ms, strict=True):
+        moved = [max(each + shift_ms, 0.0) if not math.isnan(shift_ms) else math.nan for each in ttft]
+        uses[0].append(_at_share_alone(slo.percentile_ratio, *moved) / slo.ttft_ms)
+        uses[1].append(_at_share_alone(slo.percentile_ratio, *tpot) / slo.tpot_ms)
+        goodput = _share_alone(slo.ttft_ms, *moved) * _share_alone(slo.tpot_ms, *tpot)
+        shares[0].append(goodput)
+        shares[1].append(slo.goodput_ratio - goodput)
+    told = (_worst(max, uses[0]), _worst(max, uses[1]), _worst(min, shares[0]), _worst(max, shares[1]))
+    return Verdict(*np.array(told)[:, None])
+
+
+def _worst(of: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+    """The worst of them; infinite where one is not known."""
+    return math.inf if any(map(math.isnan, values)) else of(values)
+
+
+def _at_share_alone(share_ratio: float, p50_ms: float, p90_ms: float, p99_ms: float) -> float:
+    """`at_share` of one."""
+    log_above = math.log(1 - share_ratio)
+    if log_above >= _LOG_TENTH:
+        return p50_ms + (p90_ms - p50_ms) * (log_above - _LOG_HALF) / (_LOG_TENTH - _LOG_HALF)
+    return p90_ms + (p99_ms - p90_ms) * (log_above - _LOG_TENTH) / (_LOG_HUNDREDTH - _LOG_TENTH)
+
+
+def _share_alone(limit_ms: float, p50_ms: float, p90_ms: float, p99_ms: float) -> float:
+    """`share_within` of one."""
+    if limit_ms < p50_ms:
+        return 0.5 * min(max(limit_ms / max(p50_ms, _LEAST_WIDTH_MS), 0.0), 1.0)
+    if limit_ms < p90_ms:
+        first = max(p90_ms - p50_ms, _LEAST_WIDTH_MS)
+        log_above = _LOG_HALF + (limit_ms - p50_ms) / first * (_LOG_TENTH - _LOG_HALF)
+    else:
+        second = max(p99_ms - p90_ms, _LEAST_WIDTH_MS)
+        log_above = _LOG_TENTH + (limit_ms - p90_ms) / second * (_LOG_HUNDREDTH - _LOG_TENTH)
+    return 1 - min(math.exp(min(max(log_above, -700.0), 0.0)), 0.5)
 
 
 class _KeptTables:
@@ -263,14 +309,19 @@ class _KeptTables:
 
 
 class Memory:
-    """What the queueing model and the full model said, and step tables. Mutable: it grows. Searches that vary promises,
-    prices or stock share one; a load is part of each key.
+    """What the queueing model and the full model said, step tables and bounds. Mutable: it grows. Searches that vary
+    loads, promises, prices or stock share one: what an answer depends on is in its key.
     """
 
-    def __init__(self) -> None:
-        self.steps: dict[tuple[str, ...], Steps] = {}
-        self.answers: dict[tuple[object, ...], Served] = {}
-        self.hand_overs: dict[tuple[object, ...], float] = {}
+    def __init__(self, shared: Memory | None = None) -> None:
+        """`shared`: a memory of the same engines under another full model; all but its answers are used together."""
+        self.steps: dict[tuple[str, ...], Steps] = {} if shared is None else shared.steps
+        self.answers: dict[tuple[object, ...], Served] = {} if shared is None else shared.answers
+        self.hand_overs: dict[tuple[object, ...], float] = {} if shared is None else shared.hand_overs
+        self.carried_per_s: dict[tuple[object, ...], float] = {} if shared is None else shared.carried_per_s
+        self.prompts_ms: dict[tuple[object, ...], float] = {} if shared is None else shared.prompts_ms
+        self.bounds: dict[tuple[object, ...], Bounds] = {} if shared is None else shared.bounds
+        self.full: dict[tuple[object, ...], Served] = {}
 
 
 class Rater:
@@ -286,7 +337,7 @@ class Rater:
     ) -> None:
         self.load = load
         self._memory = memory or Memory()
-        self._load_key = (load.lengths, load.burstiness_cv2_ratio)
+        self._half_lengths = {role: half_lengths(role, load.lengths) for role in PoolRole}
         self._check = check
         self._checked: dict[tuple[object, ...], float] = {}
         self._full_model = full_model or closed_form
@@ -297,6 +348,14 @@ class Rater:
         found = self._memory.steps.get(option.key)
         if found is None:
             found = self._memory.steps[option.key] = _KeptTables(self._steps_of(option))
+        return found
+
+    def bounds(self, option: EngineOption, each: TrafficClass) -> Bounds:
+        """The physical bounds of a class on an engine."""
+        key = (option.key, each.demand)
+        found = self._memory.bounds.get(key)
+        if found is None:
+            found = self._memory.bounds[key] = bounds(option.shape, each.demand)
         return found
 
     def engine(self, option: EngineOption, count: int) -> ServingEngine:
@@ -311,12 +370,21 @@ class Rater:
 
     def half(self, role: PoolRole, option: EngineOption, count: int, rate_per_s: float) -> Served:
         """What a pool of `count` replicas alone would show: whole requests, prompts only, or answers only."""
-        key = (self._load_key, role, option.key, count, rate_per_s)
+        lengths = self._half_lengths[role]
+        # By what the half sees: a decode pool's answer holds for every cached share of the prompts.
+        key = (lengths, self.load.burstiness_cv2_ratio, option.key, count, rate_per_s)
         found = self._memory.answers.get(key)
         if found is None:
-            found = self._memory.answers[key] = self._open_loop(
-                self.engine(option, count), half_lengths(role, self.load.lengths), rate_per_s
-            )
+            found = self._memory.answers[key] = self._open_loop(self.engine(option, count), lengths, rate_per_s)
+        return found
+
+    def carried_per_s(self, role: PoolRole, option: EngineOption) -> float:
+        """Requests a second that one replica carries: more grow its queue without end."""
+        lengths = self._half_lengths[role]
+        key = (lengths, option.key)
+        found = self._memory.carried_per_s.get(key)
+        if found is None:
+            found = self._memory.carried_per_s[key] = carried_per_s(self.engine(option, 1), lengths)
         return found
 
     def _open_loop(self, engine: ServingEngine, lengths: Lengths, rate_per_s: float) -> Served:
@@ -341,23 +409,19 @@ class Rater:
     def hand_over_ms(self, prefill: EngineOption, decode: EngineOption) -> float:
         """What a client sees of the KV transfer of a mean prompt; NaN: a network between them is not known."""
         link = link_bytes_per_s(prefill, decode)
-        key = (self._load_key, prefill.key, link)
+        tokens = self.load.lengths.input_tokens
+        key = (tokens, prefill.key, link)
         if key not in self._memory.hand_overs:
             one = self.split(PoolPlan(PoolRole.PREFILL, prefill, 1, 0), PoolPlan(PoolRole.DECODE, decode, 1, 0))
-            tokens = self.load.lengths.input_tokens
             self._memory.hand_overs[key] = math.nan if one is None else one.handover_token_s(tokens) * tokens * 1000
         return self._memory.hand_overs[key]
 
     def full(self, pools: Sequence[PoolPlan], rate_per_s: float) -> Served:
         """What the pools of one candidate would show together, by the full model."""
-        key = (
-            "full",
-            rate_per_s,
-            *(part for pool in pools for part in (pool.role, pool.serving_count, pool.option.key)),
-        )
-        found = self._memory.answers.get(key)
+        key = (self.load.lengths, self.load.burstiness_cv2_ratio, rate_per_s, *_pools_key(pools))
+        found = self._memory.full.get(key)
         if found is None:
-            found = self._memory.answers[key] = self._full_model(self, pools, rate_per_s)
+            found = self._memory.full[key] = self._full_model(self, pools, rate_per_s)
         return found
 
     def checked_goodput(self, pools: Sequence[PoolPlan]) -> float | None:
@@ -382,7 +446,12 @@ class Rater:
 
     def _prompt_ms(self, option: EngineOption, lengths: Lengths) -> float:
         cached = int(lengths.input_tokens * lengths.cached_ratio)
-        return self.steps(option).step_s(prefill_batch(max(1, int(lengths.input_tokens) - cached), cached)) * 1000
+        new = max(1, int(lengths.input_tokens) - cached)
+        key = (option.key, new, cached)
+        found = self._memory.prompts_ms.get(key)
+        if found is None:
+            found = self._memory.prompts_ms[key] = self.steps(option).step_s(prefill_batch(new, cached)) * 1000
+        return found
 
 
 def link_bytes_per_s(prefill: EngineOption, decode: EngineOption) -> float | None:

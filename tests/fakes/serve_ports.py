@@ -24,7 +24,6 @@ from controlplane.ports import (
     ModelFacts,
     NoTarget,
     NoTargetReason,
-    Offered,
     Ports,
     Target,
     Trace,
@@ -317,9 +316,10 @@ class FakeSink:
         self.headers: list[Header] = []
         self.pieces: list[bytes] = []
         self.aborted = False
-        self.drained = True
+        self._drained = True
         self.took_bytes = 0
         self._offered = 0
+        self._queued: tuple[bytes, Callable[[bool], None]] | None = None
         self._leave_after = leave_after
         self.task: asyncio.Task[Any] | None = None
         self.on_piece: Callable[[], None] = lambda: None
@@ -351,18 +351,41 @@ class FakeSink:
         self.started, self.status, self.headers = True, status, list(headers)
         self.open_ended = all(name != b"content-length" for name, _ in headers)
 
-    def offer(self, data: bytes) -> Offered:
-        """A piece; every third one has to wait."""
+    @property
+    def drained(self) -> bool:
+        """It took everything."""
+        return self._drained and self._queued is None
+
+    @drained.setter
+    def drained(self, value: bool) -> None:
+        self._drained = value
+
+    @property
+    def has_room(self) -> bool:
+        """Always, until it is gone."""
+        return not self.gone
+
+    def queue(self, data: bytes, took: Callable[[bool], None]) -> bool:
+        """A piece, for when the loop turns; every third one has to wait."""
         assert self.started
-        self._offered += bool(data)
-        if self.gone or (data and self._offered % 3 == 0):
-            return Offered.REFUSED
-        if data:
+        assert self._queued is None, "queued before the last one was written"
+        self._offered += 1
+        if self.gone or self._offered % 3 == 0:
+            return False
+        self._queued = data, took
+        asyncio.get_running_loop().call_soon(self.push)
+        return True
+
+    def push(self) -> None:
+        """What is queued."""
+        if self._queued is not None:
+            (data, took), self._queued = self._queued, None
             self._took(data)
-        return Offered.TAKEN if self.drained else Offered.HELD
+            took(self._drained)
 
     async def write(self, data: bytes) -> None:
         """A piece."""
+        assert self._queued is None, "overtakes what is queued"
         self._took(data)
 
     def _took(self, data: bytes) -> None:
@@ -378,6 +401,7 @@ class FakeSink:
         """The last piece."""
         assert self.started
         assert not self.finished
+        assert self._queued is None, "overtakes what is queued"
         if not self.open_ended:
             assert len(data) == int(dict(self.headers)[b"content-length"])
         self.finished = True

@@ -18,6 +18,13 @@ def events(stream: bytes) -> list[bytes]:
     return [match for match in _EVENT.findall(stream) if match]
 
 
+def until_done(stream: bytes) -> list[bytes]:
+    """The stream's whole events up to the first `[DONE]`: what comes after it is not relayed."""
+    found = events(stream)
+    ends = [n for n, event in enumerate(found, 1) if data_of(event) == "[DONE]"]
+    return found[: ends[0]] if ends else found
+
+
 def data_of(event: bytes) -> str | None:
     """The joined data lines of an event."""
     lines = re.split(r"\r\n|\n|\r", event.decode("utf-8", "surrogateescape"))
@@ -65,11 +72,11 @@ def without(text: str, name: str) -> str:
 def relayed(stream: bytes, choices: int, keep_usage: bool, keep_each: bool) -> bytes:
     """The client's bytes. Only for streams whose events are one `data: ` line each, or comments."""
     if keep_usage and keep_each:
-        return b"".join(events(stream))
+        return b"".join(until_done(stream))
     shown: list[bytes] = []
     finished: set[int] = set()
     last: tuple[int, bytes, dict[str, Any]] | None = None  # where the finishing event went, as it came, its object
-    for event in events(stream):
+    for event in until_done(stream):
         body = data_of(event)
         if body is None or body == "[DONE]":
             if body is not None and last is not None and keep_usage and last[0] == len(shown) - 1:

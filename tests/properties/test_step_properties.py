@@ -161,7 +161,7 @@ def physics_is_not_beaten(steps: Steps, case: Case) -> None:
     routed = model.moe_layer_count * model.expert_parameter_count
     read = width * (model.linear_parameter_count + routed * model.experts_hit(case.count))
     read += case.count * model.decode_read_elements(case.context) * shape.kv_format.element_bytes
-    flop = case.count * model.active_linear_flop_per_token
+    flop = case.count * (model.active_linear_flop_per_token + model.decode_attention_flop(case.context))
     fastest = max(
         figure
         for figure in (shape.hardware.bf16_flop_per_s, shape.hardware.fp8_flop_per_s, shape.hardware.fp4_flop_per_s)

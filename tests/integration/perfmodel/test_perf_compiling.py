@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[3]
 PARETO = ("pareto", "--model", "Llama-3.1-8B", "--gpu", "H100-SXM-80GB", "--no-mixed")
 SIMULATE = ("simulate", "--model", "Llama-3.1-8B", "--gpu", "h100", "--trace")
 SWEEP = ("--replicas", "1,2", "--workers", "1")
-SAID = {"pareto": "queueing model", "simulate": "simulation"}
+SAID = {"simulate": "simulation"}
+DEPLOYMENT = (
+    "model,gpu,scenario,isl,osl,concurrency_or_batch,tpot_ms\nLlama-3.1-8B,H100-SXM-80GB,closed_loop,100,10,4,9\n"
+)
 
 
 @pytest.fixture
@@ -55,11 +58,20 @@ def first_line(words: tuple[str, ...], home: Path, *, terminal: bool) -> str:
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
-@pytest.mark.parametrize("command", ["pareto", "simulate", "sweep"])
+@pytest.mark.parametrize("command", ["calibrate", "estimate", "pareto", "simulate", "sweep"])
 def test_a_cold_cache_is_one_line(command: str, terminal: bool, trace: str, tmp_path: Path) -> None:
-    words = {"pareto": PARETO, "simulate": (*SIMULATE, trace), "sweep": (*SIMULATE, trace, *SWEEP)}[command]
+    rows = tmp_path / "rows.csv"
+    rows.write_text(DEPLOYMENT)
+    words = {
+        "calibrate": ("calibrate", "--data", str(rows)),
+        "estimate": ("estimate", "--rows", str(rows), "--out", str(tmp_path / "out.csv")),
+        "pareto": PARETO,
+        "simulate": (*SIMULATE, trace),
+        "sweep": (*SIMULATE, trace, *SWEEP),
+    }[command]
+    what = SAID.get(words[0], "queueing model")
     assert first_line(words, tmp_path, terminal=terminal) == (
-        f"Compiling the {SAID[words[0]]} for this machine: 10 to 60 s, once (kept in ~/.cache/inferplane/compiled)."
+        f"Compiling the {what} for this machine: 10 to 60 s, once (kept in ~/.cache/inferplane/compiled)."
     )
 
 

@@ -214,6 +214,17 @@ class TestEnd:
         assert m.done
         assert m.end() is StreamEnd.COMPLETED
 
+    @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+    @pytest.mark.parametrize("tokens", [b"", token()], ids=["alone", "after a token"])
+    def test_what_comes_after_done_is_neither_relayed_nor_counted(self, line_end: bytes, tokens: bytes) -> None:
+        more = token(usage={"prompt_tokens": 7, "completion_tokens": 99})
+        whole = (tokens + DONE).replace(b"\n", line_end)
+        for pieces in ([whole + more.replace(b"\n", line_end)], [whole + b"data: x"], [whole, more], [whole, b"x"]):
+            m = meter()
+            assert b"".join([m.feed(piece) for piece in pieces]) + m.flush() == whole
+            assert m.done
+            assert m.engine_usage().output_tokens == (1 if tokens else None)
+
     def test_every_choice_finished_without_done_is_complete(self) -> None:
         m = meter(choices=2)
         relay(m, token(index=0, finish="stop") + token(index=1, finish="length"))

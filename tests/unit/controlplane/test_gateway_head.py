@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from controlplane.adapters.gateway_server import CONNECTION, ClientTimes, GatewayProtocol
+from controlplane.adapters.gateway_server import CONNECTION, ClientTimes, GatewayProtocol, Outbox
 
 HEADS = {
     "a chat completion": b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc",
@@ -95,7 +95,8 @@ def fed(kind: type[HttpToolsProtocol], data: bytes, piece_bytes: int, **more: An
 def test_a_request_is_read_as_uvicorn_reads_it(name: str, piece_bytes: int) -> None:
     async def compare() -> None:
         theirs, their_wire = fed(HttpToolsProtocol, HEADS[name], piece_bytes)
-        ours, our_wire = fed(GatewayProtocol, HEADS[name], piece_bytes, times=ClientTimes(15.0, 30.0))
+        ours_only: dict[str, Any] = {"times": ClientTimes(15.0, 30.0), "outbox": Outbox()}
+        ours, our_wire = fed(GatewayProtocol, HEADS[name], piece_bytes, **ours_only)
         assert our_wire.closed is their_wire.closed
         assert our_wire.written[:12] == their_wire.written[:12]
         assert (ours.cycle is None) is (theirs.cycle is None)

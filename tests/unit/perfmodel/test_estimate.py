@@ -48,6 +48,15 @@ def test_a_closed_loop_keeps_littles_law(catalog: Catalog, shipped: CoefficientF
     assert point.in_flight == 16
 
 
+def test_prompts_sent_at_once_are_served_as_fast_as_the_engines_sequences_answer(
+    catalog: Catalog, shipped: CoefficientFile
+) -> None:
+    asked = replace(made(catalog, concurrency_or_batch="512"), slot_count=4)
+    point = central(asked, shipped.coefficients, shipped.first_token)
+    assert point.output_tok_per_s == pytest.approx(4 * asked.decode.replicas / point.tpot_s)
+    assert point.in_flight == 4 * asked.decode.replicas
+
+
 def test_offered_tokens_are_served_up_to_what_fits(catalog: Catalog, shipped: CoefficientFile) -> None:
     offered = {"scenario": "open_loop", "concurrency_or_batch": "", "lengths": "fixed"}
     light = central(made(catalog, **offered, request_rate="0.5"), shipped.coefficients, shipped.first_token)

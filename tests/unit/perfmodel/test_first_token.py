@@ -49,6 +49,18 @@ def test_clients_beyond_the_cache_wait_for_its_room(catalog: Catalog, shipped: C
     assert seconds(made(catalog, engine="sglang", **{**one, "concurrency_or_batch": "1"}), shipped) < 1
 
 
+def test_prompts_that_are_all_sent_at_once_wait_for_the_answers_before_them(
+    catalog: Catalog, shipped: CoefficientFile
+) -> None:
+    asked = replace(made(catalog, concurrency_or_batch="512", isl="200", osl="1000", n_gpus="8", tp="8"), slot_count=16)
+    run = replayed_run(asked, shipped.coefficients, FirstToken(), 0)
+    # 160 prompts in ten waves of 16 answers: the mean one waits for four and a half.
+    answer_ms = run.tpot_mean_ms * asked.lengths.output_tokens
+    assert run.ttft_mean_ms == pytest.approx(4.5 * answer_ms, rel=0.1)
+    alone = replayed_run(replace(asked, concurrency=16.0, slot_count=None), shipped.coefficients, FirstToken(), 0)
+    assert run.tpot_mean_ms == pytest.approx(alone.tpot_mean_ms, rel=0.05)
+
+
 def test_launches_hide_behind_work_that_lasts_longer(catalog: Catalog, shipped: CoefficientFile) -> None:
     def added_s(isl: str) -> float:
         slow = FirstToken(layer_us=2 * FirstToken().layer_us)

@@ -15,12 +15,12 @@ from perfmodel.disaggregation import afd_step
 from perfmodel.errors import ConfigError
 from perfmodel.search.cheapest import Sized, size
 from perfmodel.search.costs import group_costs
-from perfmodel.search.flips import break_evens, slo_flips
+from perfmodel.search.flips import Short, break_evens, slo_flips
 from perfmodel.search.moves import StartSpeed, moves
 from perfmodel.search.options import bounds, engine_options
 from perfmodel.search.plan import Fleet, Plan, PoolPlan, PoolRole, RackLimit, Slo, Topology
 from perfmodel.search.purchase import Purchasing
-from perfmodel.search.rating import Rater, at_share, group_load, share_within
+from perfmodel.search.rating import Latencies, Memory, Rater, at_share, group_load, judged, share_within
 from perfmodel.search.simulated import demand_trace, played_out, simulated
 from perfmodel.search.steps import AfdSteps, BandwidthSteps, afd_engine
 from perfmodel.serving import LengthLaw
@@ -87,6 +87,33 @@ def test_a_longer_class_in_a_shared_pool_waits_longer() -> None:
     options, _ = engine_options(architecture(), Fleet(OFFERS), CHOICES, 10_000)
     shifts = Rater(group_load((short, long)), RooflineSteps).shifts_ms(options[0])
     assert shifts[0] < 0 < shifts[1]
+
+
+def test_one_candidate_is_judged_as_it_is_among_many() -> None:
+    generator = np.random.default_rng(1)
+    ttft = np.sort(generator.exponential(100, (200, 3)), axis=1)
+    tpot = np.sort(generator.exponential(20, (200, 3)), axis=1)
+    ttft[0], tpot[1] = 86_400_000.0, tpot[1, 0]
+    slos = [Slo(120, 25, 0.5, 0.7), Slo(300, 40, 0.95, 0.9)]
+    shifts = [-30.0, 45.0]
+    together = judged(Latencies(ttft, tpot), slos, shifts)
+    for at in range(len(ttft)):
+        alone = judged(Latencies(ttft[at : at + 1], tpot[at : at + 1]), slos, shifts)
+        assert alone.use[0] == pytest.approx(together.use[at], rel=1e-9)
+        assert alone.goodput[0] == pytest.approx(together.goodput[at], rel=1e-9, abs=1e-12)
+        assert alone.meets[0] == together.meets[at] and alone.reason(0) == together.reason(at)
+    unknown = judged(Latencies(ttft[:1], tpot[:1]), slos[:1], [math.nan])
+    assert math.isinf(unknown.ttft_use[0]) and not unknown.meets[0]
+
+
+def test_the_full_model_is_asked_again_for_another_cached_share() -> None:
+    options, _ = engine_options(architecture(), Fleet(OFFERS), CHOICES, 10_000)
+    shared = Memory()
+    shown = []
+    for ratio in (0.0, 0.9):
+        rater = Rater(group_load((traffic(demand=replace(DEMAND, cached_ratio=ratio)),)), RooflineSteps, memory=shared)
+        shown.append(rater.full([PoolPlan(PoolRole.BOTH, options[0], 8, 0)], DEMAND.rate_p90_per_s).ttft_mean_ms)
+    assert shown[1] < shown[0], "the answer for one load is not given for another"
 
 
 # Purchases
@@ -202,7 +229,7 @@ def test_the_nearest_promise_that_changes_the_plan() -> None:
     setting = Setting(choices=ONLY_TOGETHER, offers=OFFERS[:2])
     asked = problem(setting)
     plan = plan_of(setting)
-    flips = [flip for flip in slo_flips(asked, plan) if flip is not None]
+    flips = [flip for flip in slo_flips(Short(asked, asked), plan) if flip is not None]
     assert flips
     (one,) = setting.classes
     for flip in flips:
@@ -221,7 +248,11 @@ def test_the_nearest_promise_that_changes_the_plan() -> None:
         usd_per_h = flip.usd_per_h
         if usd_per_h is not None and usd_per_h > plan.usd_per_h:
             told = replace(plan, usd_per_h=usd_per_h)
-            again = [each for each in slo_flips(asked, plan, told) if each is not None and each.field == flip.field]
+            again = [
+                each
+                for each in slo_flips(Short(asked, asked), plan, told)
+                if each is not None and each.field == flip.field
+            ]
             assert all(each.usd_per_h != usd_per_h for each in again)
 
 

@@ -9,6 +9,7 @@ import pytest
 from perfmodel.adapters.catalog import Catalog, load_catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
 from perfmodel.coefficients import Coefficients
+from perfmodel.hardware import NumberFormat
 from perfmodel.memory import kv_capacity_tokens
 from perfmodel.step_terms import TERMS, Term
 from perfmodel.step_time import Bound, StepModel, decode_batch, engine_speed, prefill_batch
@@ -55,6 +56,54 @@ def test_fp8_doubles_the_matrix_rate_only_where_the_device_has_it(catalog: Catal
 
     assert seconds("h100", "bf16") / seconds("h100", "fp8") == pytest.approx(2, rel=0.03)
     assert seconds("a100", "bf16") == pytest.approx(seconds("a100", "fp8"), rel=0.01)
+
+
+def test_attention_of_a_latent_cache_is_bound_by_compute_where_one_rank_has_all_heads(catalog: Catalog) -> None:
+    count, context = 64, 8000
+    h200 = catalog.device("h200")
+
+    def seconds(model: str, data: int, kv: str) -> float:
+        shape = replace(
+            catalog.shape("h200", model, 8 // data, "fp8"),
+            kv_format=NumberFormat.parse(kv),
+            data_parallel_count=data,
+        )
+        return StepModel(shape, IDEAL).step(decode_batch(count, context)).kv_cache_s
+
+    flop = count * context * 61 * 128 * 2 * (512 + 64 + 512)
+    read = count * context * 61 * (512 + 64)
+    assert h200.bf16_flop_per_s is not None
+    # Attention data parallelism: each rank has all 128 heads of its sequences.
+    assert seconds("DeepSeek-R1", 8, "fp8") == pytest.approx(flop / (8 * h200.bf16_flop_per_s), rel=0.01)
+    # Tensor parallelism: a sixteenth of the heads a rank, but each rank reads the whole latent.
+    assert seconds("DeepSeek-R1", 1, "fp8") == pytest.approx(read / h200.memory_bytes_per_s, rel=0.01)
+    # Grouped heads read far more than they compute.
+    assert seconds("Llama-3.1-70B", 1, "fp8") == pytest.approx(
+        count * context * 163_840 / (8 * h200.memory_bytes_per_s), rel=0.01
+    )
+
+
+def test_the_floor_of_a_step_takes_reads_and_flops_apart(catalog: Catalog) -> None:
+    one = catalog.shape("h200", "DeepSeek-R1", 1, "fp8")
+    shape = replace(one, kv_format=NumberFormat.FP8, data_parallel_count=8)
+    model = StepModel(shape, IDEAL)
+    few, many = decode_batch(8, 8000), decode_batch(512, 8000)
+    # Few sequences: the weights; the attention's FLOPs hide behind their read.
+    assert model.floor_s(few) < model.step_s(few)
+    flop = shape.architecture.decode_attention_flop(8000) * 512 / (8 * (shape.hardware.bf16_flop_per_s or 1))
+    assert model.floor_s(many) >= flop
+    assert model.floor_s(many) < model.step(many).weights_s + model.step(many).kv_cache_s + model.step(many).compute_s
+
+
+def test_int8_runs_at_its_own_peak_where_the_device_has_no_fp8(catalog: Catalog) -> None:
+    def seconds(device: str, weights: str) -> float:
+        pairless = replace(prefill_batch(262_144), prefill_attention_pairs=0)
+        return StepModel(catalog.shape(device, "Llama-3.1-8B", 1, weights), IDEAL).step(pairless).compute_s
+
+    for device in ("Arc-Pro-B60", "a100"):
+        assert seconds(device, "bf16") / seconds(device, "int8") == pytest.approx(2, rel=0.02)
+        assert seconds(device, "fp8") == pytest.approx(seconds(device, "bf16"), rel=0.01)
+    assert seconds("h100", "int8") == seconds("h100", "fp8")
 
 
 def test_collectives_cost_latency_and_volume(catalog: Catalog) -> None:

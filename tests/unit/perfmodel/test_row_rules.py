@@ -103,6 +103,34 @@ def test_imputed_figures_follow_the_documented_rules(catalog: Catalog) -> None:
     assert made(catalog, lengths="uniform_0.8_1.0").lengths.input_tokens == pytest.approx(900)
 
 
+FIXED_CLIENTS = {
+    "model": "gpt-oss-120b", "weight_dtype": "fp4", "kv_dtype": "bf16", "date": "2025-12-05",
+    "concurrency_or_batch": "512", "lengths": "uniform_0.8_1.0",
+}  # fmt: skip
+
+
+def test_a_harness_of_fixed_clients_leaves_the_engines_sequences_to_assume(catalog: Catalog) -> None:
+    asked = made(catalog, **FIXED_CLIENTS)
+    assert (asked.concurrency, asked.slot_count, asked.imputed) == (512, 16, (("slots", "16"),))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"concurrency_or_batch": "256"},
+        {"date": "2026-03-27"},
+        {"engine": "trtllm"},
+        {"gpu": "H200-SXM-141GB"},
+        {"model": "Qwen3-32B", "weight_dtype": "fp8"},
+        {"lengths": "fixed"},
+        {"scenario": "open_loop"},
+    ],
+)
+def test_other_loads_of_512_are_what_they_say(catalog: Catalog, changes: dict[str, str]) -> None:
+    asked = made(catalog, **{**FIXED_CLIENTS, **changes})
+    assert asked.slot_count is None and "slots" not in asked.assumed
+
+
 def test_layouts_make_two_pools(catalog: Catalog) -> None:
     asked = made(
         catalog,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,25 @@ def test_vllm_before_v1_ran_256_sequences(catalog: Catalog) -> None:
     assert Steady(made(catalog, **crowd)).batch(0.03) == 1000
     assert most_sequences(made(catalog, date="2024-11", scenario="mlperf_server")) is None
     assert most_sequences(made(catalog, date="2024-11", engine="trtllm")) is None
+
+
+def test_sglang_gives_the_states_of_a_hybrid_model_a_pool_of_their_own(catalog: Catalog) -> None:
+    asked = made(catalog, model="Qwen3.5-397B-A17B", gpu="MI355X", n_gpus="4", tp="4", weight_dtype="fp8", isl="80000")
+    shape = asked.decode.shape
+    free = 0.92 * shape.hardware.memory_bytes - 11e9 - memory.fullest_device_weight_bytes(shape)
+    context = 80_000 + 300
+    cache = memory.kv_bytes(shape, context) - shape.architecture.linear_state_bytes
+    # State pool to KV pool is 0.9 to 1, of what the weights leave.
+    assert cache_tokens(asked.decode, asked.lengths, "sglang") == pytest.approx(
+        free / 1.9 * 4 / (cache / context), rel=1e-3
+    )
+    assert room(asked, "vllm") > 1.8 * room(asked, "sglang")
+
+
+def test_an_engine_that_was_started_for_fewer_runs_no_more(catalog: Catalog) -> None:
+    asked = made(catalog, concurrency_or_batch="512", n_gpus="8", tp="8", isl="200")
+    assert Steady(replace(asked, slot_count=16)).batch(0.03) == 16 == most_sequences(replace(asked, slot_count=16))
+    assert Steady(asked).batch(0.03) == 512
 
 
 def test_prompts_of_others_interfere_by_the_scheduler(catalog: Catalog) -> None:
