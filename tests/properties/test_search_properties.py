@@ -264,7 +264,7 @@ def the_last_listed_wins(patch: pytest.MonkeyPatch) -> None:
 def a_tighter_promise_is_easier(patch: pytest.MonkeyPatch) -> None:
     def upside_down(times: Latencies, slos: list[Slo], shifts: list[float]) -> Verdict:
         honest = judged(times, slos, shifts)
-        slow = np.maximum(honest.tpot_use, 0.02 / np.maximum(honest.tpot_use, 1e-9))
+        slow = np.maximum(honest.tpot_use, 0.1 / np.maximum(honest.tpot_use, 1e-9))
         return replace(honest, tpot_use=slow)
 
     patch.setattr(candidates, "judged", upside_down)
