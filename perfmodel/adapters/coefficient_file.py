@@ -15,12 +15,11 @@ from typing import Any
 
 import yaml
 
+from perfmodel.adapters.yaml_text import read_yaml
 from perfmodel.coefficients import Band, Coefficients, FirstToken, Lever, bounds
 from perfmodel.errors import ConfigError
 from perfmodel.step_terms import TERMS, FormatClass, Term
 
-# libyaml's loader is some ten times faster than the one in Python; a wheel of PyYAML without it still works.
-_LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FACTORS = ("launch_factors", "request_factors", "scale_factors")
 
 
@@ -39,8 +38,8 @@ def load_coefficients(path: Path | None = None) -> CoefficientFile:
     """Read a coefficient file (default: the one shipped). Raises ConfigError that names file and field."""
     place: Traversable = resources.files("perfmodel") / "data" / "coefficients.yaml" if path is None else path
     try:
-        content: object = yaml.load(place.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 a safe loader
-    except (OSError, ValueError, yaml.YAMLError) as fault:
+        content = read_yaml(place)
+    except OSError as fault:
         raise ConfigError(f"{place.name} cannot be read: {fault}") from fault
     if not isinstance(content, dict):
         raise ConfigError(f"{place.name} holds {type(content).__name__}; expected a mapping with 'base'")

@@ -1,8 +1,8 @@
 """Keeps machine code on disk, so that only the first run on a machine waits for the compiler.
 
-Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba, kept for a
-month after its last use), the form of its files, switching the cache on, and whether it has what is asked for. Does not
-own: what is compiled (`simulation`, `replay_loop`, `queueing`) or what a user is told (`perf_compiling`).
+Owns: the folder (`~/.cache/inferplane/compiled`, one sub-folder for each version of the sources and of numba, kept for
+a month after its last use), the form of its files, switching the cache on, and whether it has what is asked for. Does
+not own: what is compiled (`simulation`, `replay_loop`, `queueing`) or what a user is told (`perf_compiling`).
 Nothing is written beside the installed package, which numba's own `cache=True` would do; without a folder that can be
 written, the compiler just runs again. Why files of our own: numba trusts what it finds, so that one emptied or cut file
 breaks every later run, and its index lets two processes give one data file to two signatures. Here a file names its

@@ -1,6 +1,6 @@
 """The format of the data files: sections, sources, and numbers that each name where they were read.
 
-Owns: reading YAML and checking every figure's source. Does not own: what the figures mean (`catalog`, `model_file`,
+Owns: sections, entries and every figure's source. Does not own: what the figures mean (`catalog`, `model_file`,
 `price_file`). A number whose source cannot be told is an error at load, so that no figure enters the model that nobody
 can trace.
 """
@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
 
-import yaml
-
+from perfmodel.adapters.yaml_text import read_yaml
 from perfmodel.errors import ConfigError
-
-# libyaml's loader is some ten times faster than the one in Python; a wheel of PyYAML without it still works.
-_LOADER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class DataFile:
@@ -29,8 +25,8 @@ class DataFile:
     def __init__(self, path: Traversable) -> None:
         self.name = path.name
         try:
-            content: object = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 a safe loader
-        except (OSError, ValueError, yaml.YAMLError) as fault:
+            content = read_yaml(path)
+        except OSError as fault:
             raise ConfigError(f"{self.name} cannot be read: {fault}") from fault
         if not isinstance(content, dict):
             raise ConfigError(f"{self.name} holds {type(content).__name__}; expected a mapping with 'sources'")

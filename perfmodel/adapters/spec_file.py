@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
 from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.offer_prices import SPEC_KIND, OfferPrice, is_rented, shared_kind
+from perfmodel.adapters.yaml_text import read_yaml
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import Hardware, NumberFormat
 from perfmodel.price import Ownership, PriceKind
@@ -48,9 +47,6 @@ _WEIGHT_LOAD_BYTES_PER_S = 7e9
 # Seconds from "weights are loaded" to "ready" (graph capture, warm-up) where the spec does not say: an assumption, said
 # in the answer.
 _WARM_UP_S = 60.0
-
-# The key `<<` of YAML, which takes another mapping's keys in: it may come more than once.
-_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 # More devices, replicas or tokens than a site has.
 _MOST_COUNT = 1_000_000
@@ -98,17 +94,7 @@ class SizeSpec:
 
 def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
     """The spec in this file. Raises ConfigError for a bad field and OSError for a file that cannot be read."""
-    try:
-        content: object = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)  # noqa: S506  # a SafeLoader
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; expected YAML") from None
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
-    except ValueError as fault:  # a day of a 13th month, a number of thousands of digits
-        raise ConfigError(f"{path} has a value that cannot be read: {fault}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; expected the fields of a spec") from None
-    root = Section("", content)
+    root = Section("", read_yaml(path))
     root.only(*_FIELDS)
     classes = _classes(root, catalog)
     offers, prices = _offers(root, catalog)
@@ -124,23 +110,6 @@ def read_spec(path: Path, catalog: Catalog) -> SizeSpec:
         prices=prices,
     )
     return spec
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML as `safe_load` reads it, but a key that a mapping has twice is refused: the first value would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        """As yaml calls it. Raises ConfigError that names the key and both lines."""
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE_TAG:
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                where = f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
-                raise ConfigError(f"the spec has {key.value} twice, on {where}; expected each key once")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
 
 
 class Section:

@@ -194,8 +194,9 @@ def test_more_classes_than_the_inventory_holds_side_by_side(tmp_path: Path) -> N
     few = {"A100-SXM-80GB": {"usd_per_h": 1.0, "inventory": 2}}
     done = size(spec(tmp_path, classes=classes, accelerators=few), "--no-check", "--no-flips")
     assert done.exit_code == 1, done.output
-    assert done.stderr == (
-        "perf: each class can be served alone, but inventory and racks do not hold all of them together\n"
+    # The last line: on a machine without compiled code a first one says that it compiles.
+    assert done.stderr.splitlines()[-1] == (
+        "perf: each class can be served alone, but inventory and racks do not hold all of them together"
     )
 
 
@@ -210,8 +211,8 @@ def test_a_spec_that_is_no_yaml_or_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model: a\nslo: {}\nmodel: b\n", "the spec has model twice, on lines 1 and 3; expected each key once"),
-        ("load: {rate_p50_per_s: 1, rate_p50_per_s: 2}\n", "the spec has rate_p50_per_s twice, on line 1"),
+        ("model: a\nslo: {}\nmodel: b\n", "has model twice, on lines 1 and 3; expected each key once"),
+        ("load: {rate_p50_per_s: 1, rate_p50_per_s: 2}\n", "has rate_p50_per_s twice, on line 1"),
     ],
 )
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:

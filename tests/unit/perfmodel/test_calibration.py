@@ -127,7 +127,7 @@ def test_a_file_reads_back_as_written_and_faults_are_named(shipped: CoefficientF
         (text.replace("weight_read:", "weight_reed:"), "weight_reed"),
         (text.replace("\nbase:", "\nbasis:"), "base"),
         ("[1]", "expected a mapping"),
-        (": [", "cannot be read"),
+        (": [", "is no YAML"),
     ):
         path.write_text(broken, encoding="utf-8")
         with pytest.raises(ConfigError, match=sentence):

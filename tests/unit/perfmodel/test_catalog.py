@@ -235,7 +235,7 @@ def test_every_figure_of_a_device_is_finite_or_unknown(catalog: Catalog) -> None
         ("models_llama.yaml", "hidden_size: 4096", "hidden_size: 4096.5", "expected a whole number"),
         ("models_qwen.yaml", "gated: true", "gated: 1", "expected true or false"),
         ("prices.yaml", "  H100-SXM-80GB:", "  H101:", "H101 is no device of the catalogue"),
-        ("prices.yaml", "sources:", "sources: [", "cannot be read"),
+        ("prices.yaml", "sources:", "sources: [", "is no YAML"),
     ],
 )
 def test_a_fault_in_a_data_file_is_named(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
