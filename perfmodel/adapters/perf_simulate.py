@@ -36,8 +36,14 @@ _Traces = Annotated[list[Path], typer.Option(help="Trace file (.jsonl or .jsonl.
 _Replicas = Annotated[str, typer.Option(metavar="N[,N...]", help="Engines; several counts: a sweep.")]
 _Policies = Annotated[
     str,
+    typer.Option(metavar="NAME[,NAME...]", help="round_robin, inferplane_route, dynamo_kv, ...; several: a sweep."),
+]
+_Settings = Annotated[
+    list[str] | None,
     typer.Option(
-        metavar="NAME[,NAME...]", help="round_robin, least_requests, inferplane_route, ...; several: a sweep."
+        metavar="[POLICY:]NAME=VALUE[,...]",
+        help="Other settings of a policy than its published defaults; once for each policy.",
+        show_default=False,
     ),
 ]
 _Copies = Annotated[
@@ -72,6 +78,8 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
     tp: Annotated[int, typer.Option(help="Devices of one engine (tensor parallel).")] = 1,
     replicas: _Replicas = "1",
     policy: _Policies = "round_robin",
+    policy_settings: _Settings = None,
+    event_delay_ms: Annotated[float, typer.Option(help="How late a policy hears an engine's KV events.")] = 5.0,
     copies: _Copies = "1",
     duration_s: _Duration = None,
     closed_loop: _ClosedLoop = False,
@@ -108,6 +116,7 @@ def simulate(  # noqa: PLR0913 - each is an option of the command
                 _axes(trace, (copies, policy, replicas), range(seed, seed + seeds), engines),
                 duration_s, closed_loop, engines, engine, (dram_gb, dram_gb_per_s), (engine_spread, step_noise),
                 (slo_ttft_s, slo_tpot_ms / 1e3), (dask, workers), as_json, detail, plot, given,
+                tuple(policy_settings or ()), event_delay_ms / 1e3,
             )
         )  # fmt: skip
 
@@ -216,20 +225,23 @@ class _Request:
     detail: bool
     plot: Path | None
     given: tuple[str, ...]
+    settings: tuple[str, ...]
+    event_delay_s: float
 
 
 def _run(asked: _Request) -> None:
     from perfmodel.adapters.plots import check_plot_path
-    from perfmodel.adapters.policy_names import policy_factory
+    from perfmodel.adapters.policy_names import policy_factory, settings_by_policy
 
     if asked.plot is not None:
         check_plot_path(asked.plot)
     _check_counts(tp=asked.engine.tp)
     if asked.where[1] is not None:
         _check_counts(workers=asked.where[1])
+    settings = settings_by_policy(list(asked.settings), asked.axes.policies)
     for policy in asked.axes.policies:
-        policy_factory(policy)
-    world = _world(asked)
+        policy_factory(policy, settings.get(policy))
+    world = replace(_world(asked), settings=settings)
     runs = asked.axes.runs()
     _check_memory(world, runs, asked.where)
     if len(runs) == 1:
@@ -246,12 +258,15 @@ def _world(asked: _Request) -> World:
 
     if asked.duration_s is not None and not 0 < asked.duration_s < math.inf:
         raise ConfigError(f"--duration-s is {asked.duration_s}; expected above 0")
+    if not 0 <= asked.event_delay_s < math.inf:
+        raise ConfigError(f"--event-delay-ms is {asked.event_delay_s * 1e3:g}; expected 0 or more")
     options = SimOptions(
         slo_ttft_s=asked.slo_s[0],
         slo_tpot_s=asked.slo_s[1],
         model=asked.engine.model or "model",
         engine_spread_ratio=asked.hidden[0],
         step_noise_ratio=asked.hidden[1],
+        event_delay_s=asked.event_delay_s,
     )
     engines = _engines(asked)
     if asked.engines is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -58,13 +58,17 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the runs share: traces by name, engines by their number, how long and how a trace is played, the promise."""
+    """What the runs share: traces by name, engines by their number, how long and how a trace is played, the promise.
+
+    `settings`: of policies, as typed, by policy.
+    """
 
     traces: Mapping[str, Trace]
     engines: Mapping[int | None, tuple[EngineSpec, ...]]
     options: SimOptions
     duration_s: float | None = None
     closed_loop: bool = False
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def play(world: World, run: Run) -> SimResult:
 
 def played(world: World, run: Run, progress: Callable[[int], None] | None = None) -> SimResult:
     """One run. Raises ConfigError for options that cannot be played, memory that is not enough included."""
-    factory = policy_factory(run.policy)
+    factory = policy_factory(run.policy, world.settings.get(run.policy))
     options = replace(world.options, seed=run.seed, policy_name=run.policy)
     try:
         workload, _ = workload_of(world, run)

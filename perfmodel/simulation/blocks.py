@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from perfmodel.simulation.compiling import compiled
-from perfmodel.simulation.state import Cluster
+from perfmodel.simulation.state import REMOVED, STORED, TIER_REMOVED, TIER_STORED, Cluster
 
 # Answers have no block ids in a trace. Their blocks get names that no prompt has (below 0), unique by request and
 # place, so that a preempted request finds its own again as in the engine. 2^18 blocks are 4 million tokens of 16.
@@ -57,6 +57,21 @@ def find(c: Cluster, e: int, key: int) -> int:
 
 
 @compiled
+def tell_block(c: Cluster, e: int, change: int, key: int) -> None:
+    """Write to the log that a prefix is now held (0) or not (1) by the engine, or by its lower tier (2, 3).
+
+    Blocks of answers are left out: no prompt has their names.
+    """
+    totals = c.totals[0]
+    if totals.tells_blocks and key > 0:
+        at = totals.kv_count
+        c.kv_log[at, 0] = 4 * e + change
+        c.kv_log[at, 1] = key
+        c.kv_log_s[at] = totals.clock_s
+        totals.kv_count = at + 1
+
+
+@compiled
 def name_block(c: Cluster, e: int, block: int, key: int) -> None:
     """Publish a full block under its prefix; a copy goes behind those that are there."""
     engine = c.engines[e]
@@ -69,6 +84,7 @@ def name_block(c: Cluster, e: int, block: int, key: int) -> None:
         other = c.slots[first + at]
         if other < 0:
             c.slots[first + at] = block
+            tell_block(c, e, STORED, key)
             return
         if c.blocks[other].key == key:
             last = c.blocks[other].last
@@ -108,6 +124,7 @@ def forget(c: Cluster, e: int, block: int) -> None:
         c.blocks[twin].last = c.blocks[block].last
         return
     _close_gap(c, first, mask, at)
+    tell_block(c, e, REMOVED, key)
     if engine.tier_count:
         tier_put(c, e, key)
 
@@ -282,6 +299,8 @@ def tier_put(c: Cluster, e: int, key: int) -> None:
         while c.slots[first + at] != block:
             at = (at + 1) & mask
         _close_gap(c, first, mask, at)
+        tell_block(c, e, TIER_REMOVED, c.blocks[block].key)
+    tell_block(c, e, TIER_STORED, key)
     c.blocks[block].key = key
     _tier_append(c, e, block)
     at = home(key) & mask

@@ -17,10 +17,22 @@ import numpy.typing as npt
 from perfmodel.simulation.compiling import columns_of, compiled
 from perfmodel.simulation.engine import begin, enqueue, finish, move_transfer
 from perfmodel.simulation.record import note_arrival
-from perfmodel.simulation.state import CLUSTER_COLUMNS, PREFILL, RUNNING, Cluster
+from perfmodel.simulation.state import (
+    CLUSTER_COLUMNS,
+    KV_USAGE,
+    PREFILL,
+    QUEUED_TOKENS,
+    RUNNING,
+    RUNNING_COUNT,
+    WAITING,
+    Cluster,
+)
 
 # What `submit` answers when it did not take the request.
 NO_RECORD, NEVER_FITS = -1, -2
+
+# What `advance` answers when nobody must be told and the log of blocks must be taken before it can go on.
+LOG_FULL = -1
 
 
 # An address book (`compiling.address_book`) of a `Cluster` or a `Window`.
@@ -101,7 +113,7 @@ def advance(cluster: Book, until_s: float) -> int:
 
     Returns how many events lie in `events` and `events_s`, oldest first; the next call forgets them. 0: time has
     come to `until_s`. It stops early when the event columns are nearly full, and at the end of a watched request, whose
-    successor may arrive next.
+    successor may arrive next. LOG_FULL: the log of blocks must be taken first (`kv_count` set to 0).
     """
     c = CLUSTER_COLUMNS(cluster)
     totals = c.totals[0]
@@ -109,19 +121,54 @@ def advance(cluster: Book, until_s: float) -> int:
     totals.watched_ended = 0
     # One engine's event tells at most two of each of its sequences.
     room = len(c.events_s) - 2 * c.running.shape[1] - 2
-    while totals.watched_ended == 0 and totals.event_count < room:
+    while totals.watched_ended == 0 and totals.event_count < room and totals.kv_count < totals.kv_room:
         e = int(np.argmin(c.next_s))
         at_s = c.next_s[e]
         landing_s = c.transfers[0].at_s if totals.transfer_count > 0 else inf
+        if totals.metrics_every_s > 0:
+            _sample(c, min(at_s, landing_s, until_s))
         if min(at_s, landing_s) >= until_s:
             break
         if landing_s <= at_s:
             _land(c, landing_s)
             continue
+        totals.clock_s = at_s
         if c.engines[e].phase == RUNNING:
             finish(c, e)
         begin(c, e, at_s)
+    if totals.event_count == 0 and totals.kv_count >= totals.kv_room:
+        return LOG_FULL
     return int(totals.event_count)
+
+
+@compiled
+def _sample(c: Cluster, next_s: float) -> None:
+    """Note down what every engine's metrics say, if a sample is due before the next thing happens at `next_s`.
+
+    Between two events nothing changes, so the state now is the state at that tick. Inside a run of decode steps the
+    blocks are those of the run's first step.
+    """
+    totals = c.totals[0]
+    if next_s == inf:
+        return
+    tick = int(next_s / totals.metrics_every_s)
+    if tick <= totals.sampled_tick:
+        return
+    totals.sampled_tick = tick
+    for e in range(len(c.engines)):
+        engine = c.engines[e]
+        queued = 0
+        for at in range(engine.running_count):
+            request = c.requests[c.running[e, at]]
+            queued += max(0, request.refill - request.computed)
+        r = engine.waiting_head
+        while r >= 0:
+            queued += c.requests[r].tokens
+            r = c.requests[r].queue_next
+        c.samples[e, WAITING] = engine.waiting_count
+        c.samples[e, RUNNING_COUNT] = engine.running_count
+        c.samples[e, KV_USAGE] = 1.0 - engine.free_count / engine.block_count
+        c.samples[e, QUEUED_TOKENS] = queued
 
 
 @compiled

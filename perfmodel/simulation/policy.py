@@ -3,13 +3,15 @@
 Owns: the Protocol and its values. Does not own: any policy; `router` has the production router and simple rules for
 comparison behind the entry points `inferplane.policies`, and knows this Protocol by its shape only, so that neither
 package imports the other. A policy sees what a router in front of real engines sees: the request, its prefix blocks,
-the nominal speed of each engine, and when answers begin and end. It does not see queues, caches or hidden speeds.
+the nominal speed of each engine, and when answers begin and end; if it asks for them, also what engines publish: which
+blocks they store and drop, and their metrics. It does not see hidden speeds, output lengths, or what is still to come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 
@@ -54,6 +56,53 @@ class Policy(Protocol):
 
     def finished(self, serial: int, usage: Usage, now_s: float) -> None:
         """Its last token came."""
+        ...
+
+
+class KvTier(StrEnum):
+    """Where an engine holds a block: in the memory that it computes from, or in its lower tier."""
+
+    DEVICE = "device"
+    LOWER = "lower"
+
+
+class HearsKvEvents(Policy, Protocol):
+    """A policy that hears what engines store, as from their KV events. It may leave out all of this.
+
+    Told before a pick, late by `SimOptions.event_delay_s`: a block when the step that computes it begins (vLLM caches
+    a block when it schedules it), or when it was evicted. Answers' blocks are not told: no prompt of a trace has them.
+    """
+
+    hears_kv_events: bool
+    """Whether it wants `stored` and `removed`."""
+
+    def stored(self, engine: int, blocks: Sequence[int], tier: KvTier, now_s: float) -> None:
+        """These prefixes, which this engine did not hold in this tier, are there now."""
+        ...
+
+    def removed(self, engine: int, blocks: Sequence[int], tier: KvTier, now_s: float) -> None:
+        """The last copy of each in this tier of this engine is gone."""
+        ...
+
+
+class EngineSample(NamedTuple):
+    """What one engine's metrics say. `kv_usage_ratio`: blocks that requests hold; cached ones that nobody holds are
+    free. `queued_tokens`: prompt tokens that wait or are not computed yet, before any cache hit of those that wait."""
+
+    waiting_count: int
+    running_count: int
+    kv_usage_ratio: float
+    queued_tokens: int
+
+
+class HearsMetrics(Policy, Protocol):
+    """A policy that reads the engines' metrics. It may leave out all of this."""
+
+    metrics_every_s: float
+    """Seconds between two readings of all engines: a sample is that old at most when a request comes. 0: none."""
+
+    def metrics(self, samples: Sequence[EngineSample], sampled_s: float) -> None:
+        """The newest reading, one sample an engine of the fleet. Told before a pick, once."""
         ...
 
 

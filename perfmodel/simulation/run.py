@@ -22,8 +22,9 @@ import numpy as np
 
 from perfmodel.errors import ConfigError
 from perfmodel.simulation.arrivals import ClosedArrivals, ClosedLoop, OpenArrivals, OpenLoop, arrivals_of
-from perfmodel.simulation.cluster import NO_RECORD, advance, invariants_hold, submit
+from perfmodel.simulation.cluster import LOG_FULL, NO_RECORD, advance, invariants_hold, submit
 from perfmodel.simulation.compiling import address_book
+from perfmodel.simulation.hearing import DEFAULT_EVENT_DELAY_S, Hearing, metrics_every_s, wants_kv_events
 from perfmodel.simulation.policy import Ask, Policy, PolicyEngine, PolicyFactory, PolicyFleet, Usage
 from perfmodel.simulation.sketch import cumulative, percentile_s
 from perfmodel.simulation.state import (
@@ -135,7 +136,8 @@ class SimOptions:
 
     `engine_spread_ratio` is the standard deviation of ln(an engine's speed), `step_noise_ratio` that of ln(a step's
     time), both around the nominal one (the mean of a step stays). `output_limit_tokens` is what policies are told that
-    an answer may have. `policy_name` is for the sentence when a policy fails.
+    an answer may have. `policy_name` is for the sentence when a policy fails; `event_delay_s` is how late a policy
+    hears which blocks engines store and drop.
     """
 
     slo_ttft_s: float = 5.0
@@ -146,11 +148,14 @@ class SimOptions:
     step_noise_ratio: float = 0.0
     output_limit_tokens: int = 4096
     policy_name: str = ""
+    event_delay_s: float = DEFAULT_EVENT_DELAY_S
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_s", "slo_tpot_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected above 0")
+        if not 0 <= self.event_delay_s < inf:
+            raise ConfigError(f"event_delay_s is {self.event_delay_s}; expected 0 or more")
         for name in ("engine_spread_ratio", "step_noise_ratio"):
             if not 0 <= getattr(self, name) < 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 0 or more and below 2")
@@ -299,21 +304,28 @@ class Replay:
         try:
             self._policy: Policy = policy(fleet)
             hears, self._reads_blocks = bool(self._policy.hears), bool(self._policy.reads_blocks)
+            told = wants_kv_events(self._policy), metrics_every_s(self._policy)
         except Exception as fault:  # a plug-in's code: anything can be wrong with it
             self._policy_failed("its making", fault)
-        self.cluster: Cluster = _cluster(self._specs, block_tokens, hears, options)
+        self.cluster: Cluster = _cluster(self._specs, block_tokens, (hears, *told), options)
         self._hears = hears
+        self._hearing = (
+            Hearing(self._policy, self._routable, len(self._specs), options.event_delay_s) if any(told) else None
+        )
         self.book = address_book(self.cluster)
         self.refused_by_policy_count = 0
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Let every request arrive and everything end."""
-        source, cluster_events = self._source, self._deliver
+        source, cluster_events, hearing = self._source, self._deliver, self._hearing
         while True:
             arrival_s = source.next_s()
             count = advance(self.book, arrival_s)
+            if hearing is not None:
+                hearing.take(self.cluster)
             if count:
-                cluster_events(count)
+                if count != LOG_FULL:
+                    cluster_events(count)
                 continue
             if arrival_s == inf:
                 return
@@ -333,6 +345,8 @@ class Replay:
         ask = Ask(
             serial, self._options.model, part.session[row], part.prompt[row], self._options.output_limit_tokens, blocks
         )
+        if self._hearing is not None:
+            self._tell_published(self._hearing, now_s)
         try:
             picked = policy.pick(ask, now_s)
             if picked is None:
@@ -353,6 +367,12 @@ class Replay:
             taken = submit(self.book, part.book, row, engine, now_s)
         if taken < 0 and self._hears:
             self._tell_finished(serial, Usage(0, part.prompt[row], 0), now_s)
+
+    def _tell_published(self, hearing: Hearing, now_s: float) -> None:
+        try:
+            hearing.tell(self.cluster, now_s)
+        except Exception as fault:
+            self._policy_failed("stored, removed or metrics", fault)
 
     def _tell_finished(self, serial: int, usage: Usage, at_s: float) -> None:
         try:
@@ -469,7 +489,10 @@ def _one_by_one(engines: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
     return single
 
 
-def _cluster(specs: Sequence[EngineSpec], block_tokens: int, hears: bool, options: SimOptions) -> Cluster:
+def _cluster(
+    specs: Sequence[EngineSpec], block_tokens: int, told: tuple[bool, bool, float], options: SimOptions
+) -> Cluster:
+    """`told`: whether the policy hears, whether it hears of blocks, seconds between its readings of the metrics."""
     width = block_tokens or DEFAULT_BLOCK_TOKENS
     dice = np.random.default_rng(options.seed)
     hidden = np.exp(options.engine_spread_ratio * dice.standard_normal(len(specs)))
@@ -483,7 +506,9 @@ def _cluster(specs: Sequence[EngineSpec], block_tokens: int, hears: bool, option
     settings = Settings(
         block_tokens=width,
         caching=block_tokens > 0,
-        hears=hears,
+        hears=told[0],
+        tells_blocks=told[1],
+        metrics_every_s=told[2],
         slo_ttft_s=options.slo_ttft_s,
         slo_tpot_s=options.slo_tpot_s,
         prompt_blocks=0,

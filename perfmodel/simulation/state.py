@@ -31,6 +31,9 @@ IDLE, ASLEEP, RUNNING = 0, 1, 2
 # Kinds of events that are told to a policy or to a closed-loop source.
 FIRST_TOKEN, FINISHED, REFUSED = 0, 1, 2
 
+# What a line of `Cluster.kv_log` says of an engine's blocks, or of its lower tier's.
+STORED, REMOVED, TIER_STORED, TIER_REMOVED = 0, 1, 2, 3
+
 # Rows of `Cluster.sketches`.
 TTFT, TPOT, END_TO_END = 0, 1, 2
 
@@ -113,13 +116,26 @@ PLAN = np.dtype(
 TOTALS = np.dtype(
     [(name, _INT) for name in (
         "block_tokens", "caching", "hears", "request_free", "live", "transfer_count", "event_count", "watched_ended",
+        "tells_blocks", "kv_count", "kv_room", "sampled_tick",
         "decode_blocks_max", "offered", "completed", "refused", "good", "prompt_tokens", "hit_tokens",
         "restored_tokens", "output_tokens", "lost_tokens", "preempted", "transfers", "ttft_count", "tpot_count",
     )] + [(name, _REAL) for name in (
         "slo_ttft_s", "slo_tpot_s", "ttft_sum_s", "tpot_sum_s", "end_to_end_sum_s", "bin_s", "last_s",
+        "clock_s", "metrics_every_s",
     )]
 )  # fmt: skip
-"""Settings and sums of the whole cluster. `lost_tokens`: computed, dropped by a preemption and not found again."""
+"""Settings and sums of the whole cluster. `lost_tokens`: computed, dropped by a preemption and not found again;
+`kv_count`: lines of `kv_log` in use, `kv_room`: how many there may be when an engine's turn begins; `clock_s`: the time
+of that turn; `sampled_tick`: which of the samples, one every `metrics_every_s`, is in `samples`.
+"""
+
+# Columns of `Cluster.samples`: requests that wait and run, share of KV blocks that is held, prompt tokens to compute.
+WAITING, RUNNING_COUNT, KV_USAGE, QUEUED_TOKENS = 0, 1, 2, 3
+
+# Lines of `kv_log` that one engine's turn may take for each of its blocks. A turn (a run's end and the next one's
+# begin) hands a block out at most twice; each time it may leave the prefix of before (removed; stored in the lower
+# tier; the oldest there removed) and get one (stored).
+_LINES_PER_BLOCK = 8
 
 
 class Cluster(NamedTuple):
@@ -142,6 +158,10 @@ class Cluster(NamedTuple):
     timeline: npt.NDArray[np.float64]
     plan: Any
     totals: Any
+    kv_log: npt.NDArray[np.int64]
+    """Blocks stored and removed since the log was taken: 4 * engine + 2 * tier + (1: removed), and the prefix."""
+    kv_log_s: npt.NDArray[np.float64]
+    samples: npt.NDArray[np.float64]
 
 
 CLUSTER_COLUMNS = columns_of(
@@ -151,6 +171,7 @@ CLUSTER_COLUMNS = columns_of(
         ("running", _INT, 2), ("requests", REQUEST, 1), ("keys", _INT, 2), ("tables", _INT, 2),
         ("blocks", BLOCK, 1), ("slots", np.int32, 1), ("transfers", TRANSFER, 1), ("events_s", _REAL, 1),
         ("events", _INT, 2), ("sketches", _INT, 2), ("timeline", _REAL, 2), ("plan", PLAN, 1), ("totals", TOTALS, 1),
+        ("kv_log", _INT, 2), ("kv_log_s", _REAL, 1), ("samples", _REAL, 2),
     ],
 )  # fmt: skip
 """In compiled code: the columns of `Cluster` behind their address book."""
@@ -203,6 +224,10 @@ class Settings:
     sequence_blocks: int
     """Most blocks of one prompt with its answer."""
     seed: int
+    tells_blocks: bool = False
+    """Whether stored and removed blocks are written to the log."""
+    metrics_every_s: float = 0.0
+    """Seconds between two samples of the engines; 0: none."""
 
 
 def cluster(engines: Sequence[EngineRecord], steps: Sequence[Steps], settings: Settings) -> Cluster:
@@ -221,6 +246,8 @@ def cluster(engines: Sequence[EngineRecord], steps: Sequence[Steps], settings: S
         by_token_s[row, :known] = table.by_token_s[:known]
         kinds[row] = (table.sequence_s, table.decode_context_s, table.prefill_pair_s, table.prefill_context_s)
     event_count = 2 * sequence_limit + _EVENT_SLACK
+    turn_lines = _LINES_PER_BLOCK * max(engine.block_count for engine in engines)
+    kv_lines = 2 * turn_lines if settings.tells_blocks else 1
     made = Cluster(
         kinds=kinds,
         by_token_s=by_token_s,
@@ -239,6 +266,9 @@ def cluster(engines: Sequence[EngineRecord], steps: Sequence[Steps], settings: S
         timeline=np.zeros((TIMELINE_BINS, 5)),
         plan=_records(1, PLAN),
         totals=_records(1, TOTALS),
+        kv_log=np.zeros((kv_lines, 2), dtype=np.int64),
+        kv_log_s=np.zeros(kv_lines),
+        samples=np.zeros((len(engines), 4)),
     )
     _fill_engines(made, engines, settings.seed)
     _fill_totals(made, engines, settings)
@@ -321,6 +351,9 @@ def _fill_totals(made: Cluster, engines: Sequence[EngineRecord], settings: Setti
     totals = made.totals[0]
     totals.block_tokens, totals.caching, totals.hears = settings.block_tokens, settings.caching, settings.hears
     totals.slo_ttft_s, totals.slo_tpot_s = settings.slo_ttft_s, settings.slo_tpot_s
+    totals.tells_blocks, totals.metrics_every_s = settings.tells_blocks, settings.metrics_every_s
+    totals.kv_room = max(1, len(made.kv_log_s) // 2)
+    totals.sampled_tick = -1
     totals.request_free = -1
     # A second a bin to begin with; the timeline folds itself as time goes on.
     totals.bin_s = 1.0

@@ -26,6 +26,7 @@ MODULES = (
     "engine",
     "cluster",
     "arrivals",
+    "hearing",
     "run",
 )
 FOLDER = Path(str(perfmodel.simulation.__file__)).parent

@@ -6,6 +6,7 @@ Owns: worlds (engines, requests with shared prefixes), a policy that writes down
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from perfmodel.scheduler import EngineConfig, EngineCore
-from perfmodel.simulation.policy import Ask, PolicyFleet, Usage
+from perfmodel.simulation.policy import Ask, EngineSample, KvTier, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
 from perfmodel.traces.trace import Trace, trace_of
 from perfmodel.workload import SimRequest
@@ -193,6 +194,77 @@ def check(simulation: ModuleType, world: World) -> None:
         assert engine.free_count == engine.block_count, "nothing is held when all is done"
     again = play(simulation, world)
     assert again.watch.ended_s == watch.ended_s and again.result == result, "same seed, same run"
+
+
+@dataclass
+class Mirror(Watch):
+    """A policy that keeps what it was told of every engine's blocks and of their metrics."""
+
+    hears_kv_events: bool = True
+    # so often that the newest sample is the present
+    metrics_every_s: float = 1e-9
+    held: dict[tuple[int, KvTier], set[int]] = field(default_factory=dict)
+    samples: Sequence[EngineSample] = ()
+
+    def stored(self, engine: int, blocks: Sequence[int], tier: KvTier, now_s: float) -> None:
+        held = self.held.setdefault((engine, tier), set())
+        assert not held & set(blocks) and len(set(blocks)) == len(blocks), "what is told was not there"
+        held.update(blocks)
+
+    def removed(self, engine: int, blocks: Sequence[int], tier: KvTier, now_s: float) -> None:
+        held = self.held[engine, tier]
+        assert held >= set(blocks), "what leaves was there"
+        held.difference_update(blocks)
+
+    def metrics(self, samples: Sequence[EngineSample], sampled_s: float) -> None:
+        self.samples = samples
+
+
+def check_told(simulation: ModuleType, world: World, room: int | None = None) -> None:
+    """Without delay, a policy that hears knows every engine's blocks and metrics at each pick; hearing changes nothing.
+
+    `room`: lines of the log after which the cluster waits until they are taken.
+    """
+    picked: list[int] = []
+
+    class Comparing(Mirror):
+        def pick(self, ask: Ask, now_s: float) -> int:
+            fresh = now_s not in self.arrived_s.values()  # a sample has nobody who came at its own instant
+            for number, at in enumerate(replay._routable):
+                self.compare_blocks(number, replay.cluster, at)
+                if fresh:
+                    self.compare_sample(number, replay.cluster, at)
+            picked.append(ask.serial)
+            return super().pick(ask, now_s)
+
+        def compare_blocks(self, number: int, cluster: Any, at: int) -> None:
+            row = cluster.engines[at]
+            device = cluster.blocks.key[row.block_first : row.block_first + row.block_count]
+            lower = cluster.blocks.key[row.tier_first : row.tier_first + row.tier_used]
+            for tier, keys in ((KvTier.DEVICE, device), (KvTier.LOWER, lower)):
+                assert self.held.get((number, tier), set()) == {key for key in keys.tolist() if key > 0}
+
+        def compare_sample(self, number: int, cluster: Any, at: int) -> None:
+            row = cluster.engines[at]
+            sample = self.samples[number]
+            assert sample.waiting_count == row.waiting_count and sample.running_count == row.running_count
+            assert sample.kv_usage_ratio == pytest.approx(1 - row.free_count / row.block_count)
+            queued, r = 0, row.waiting_head
+            while r >= 0:
+                queued, r = queued + cluster.requests[r].tokens, cluster.requests[r].queue_next
+            for r in cluster.running[at, : row.running_count]:
+                queued += max(0, cluster.requests[r].refill - cluster.requests[r].computed)
+            assert sample.queued_tokens == queued
+
+    options = simulation.SimOptions(
+        seed=1, step_noise_ratio=world.noise_ratio, engine_spread_ratio=world.noise_ratio, event_delay_s=0.0
+    )
+    replay = simulation.Replay(world.specs(simulation), simulation.OpenLoop([world.trace()]), Comparing, options)
+    if room is not None:
+        replay.cluster.totals[0].kv_room = room
+    replay.run(lambda count: None)
+    assert len(picked) == len(world.requests)
+    assert replay.result() == play(simulation, world).result, "listening changes nothing"
 
 
 def check_against_core(simulation: ModuleType, world: World) -> None:

@@ -1,8 +1,8 @@
 """Properties of the simulation, over small random worlds, each shown to fail on planted faults.
 
-Owns: token conservation, no over-commit of blocks, causality, determinism, first come first served, and the same times
-as `scheduler.EngineCore`, which computes every step. The compiled code is checked on most worlds; mutants are the same
-sources run as plain Python (`tests.fakes.plain_simulation`).
+Owns: token conservation, no over-commit of blocks, causality, determinism, first come first served, what policies are
+told of blocks and metrics, and the same times as `scheduler.EngineCore`, which computes every step. The compiled code
+is checked on most worlds; mutants are the same sources run as plain Python (`tests.fakes.plain_simulation`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import perfmodel.simulation.run
 from perfmodel.adapters.compiled_code import remember_compiled_code
+from perfmodel.errors import ConfigError
 from tests.exploring import examples
 from tests.fakes.plain_simulation import Fault, plain_simulation
-from tests.fakes.sim_worlds import Request, World, check, check_against_core
+from tests.fakes.sim_worlds import Request, World, check, check_against_core, check_told
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,4 +144,58 @@ def test_a_planted_fault_is_caught(fault: Fault) -> None:
             check_all(simulation, world)
 
         with pytest.raises((AssertionError, IndexError, KeyError, ValueError, RuntimeWarning)):
+            search()
+
+
+def told(fewest: int) -> st.SearchStrategy[World]:
+    return st.one_of(clusters(fewest), tiered(fewest), full_tiers(fewest))
+
+
+def full_tiers(fewest: int) -> st.SearchStrategy[World]:
+    tiers = st.integers(2, 6)
+    return st.builds(World, requests=requests(fewest), block_count=st.integers(6, 9), tier_blocks=tiers)
+
+
+@given(told(1), st.sampled_from([None, None, 1]))
+@settings(max_examples=examples(150), deadline=None)
+def test_a_policy_is_told_what_the_engines_hold(world: World, room: int | None) -> None:
+    check_told(perfmodel.simulation.run, world, room)
+
+
+TELLING_FAULTS = [
+    Fault("what is stored is not told", "blocks", "            tell_block(c, e, STORED, key)\n", ""),
+    Fault("an eviction is not told", "blocks", "    tell_block(c, e, REMOVED, key)\n", ""),
+    Fault("the lower tier's eviction is not told", "blocks",
+          "        tell_block(c, e, TIER_REMOVED, c.blocks[block].key)\n", "", engines="tier"),
+    Fault("the lower tier is told as the device", "hearing", "KvTier.LOWER if code & 2", "KvTier.LOWER if code & 8",
+          engines="tier"),
+    Fault("a further copy is told again", "blocks", "            c.blocks[other].last = block\n            return\n",
+          "            c.blocks[other].last = block\n            tell_block(c, e, STORED, key)\n            return\n"),
+    Fault("a removal is told of the wrong engine", "blocks", "c.kv_log[at, 0] = 4 * e + change",
+          "c.kv_log[at, 0] = 4 * (e if change != 1 else 0) + change"),
+    Fault("only the first stretch is told", "hearing", "            start = end\n", "            return\n"),
+    Fault("the last lines are lost", "hearing", "self._tell_lines(lines[:due], now_s)",
+          "self._tell_lines(lines[: due - due // 3], now_s)"),
+    Fault("a sample is from the turn before", "cluster", "    if tick <= totals.sampled_tick:\n",
+          "    if tick <= totals.sampled_tick + 1000000:\n"),
+    Fault("cached blocks count as used", "cluster", "1.0 - engine.free_count / engine.block_count",
+          "1.0 - min(engine.free_count, 3) / engine.block_count"),
+    Fault("running prefills are not queued", "cluster",
+          "            queued += max(0, request.refill - request.computed)\n", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TELLING_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_in_telling_is_caught(fault: Fault) -> None:
+    with plain_simulation(fault) as simulation:
+
+        @given(full_tiers(7) if fault.engines == "tier" else told(5))
+        @settings(
+            max_examples=600, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+            report_multiple_bugs=False,
+        )  # fmt: skip
+        def search(world: World) -> None:
+            check_told(simulation, world)
+
+        with pytest.raises(ConfigError):  # a policy's fault, as the simulation says it
             search()

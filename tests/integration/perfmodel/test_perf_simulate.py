@@ -62,6 +62,10 @@ class Broken:
         """Told nothing."""
 
 
+PUBLISHED = (
+    "power_of_two", "sticky", "sticky_2x", "sglang_cache_aware", "dynamo_kv", "dynamo_kv_8", "llmd_default",
+    "llmd_precise", "aibrix_prefix", "mooncake", "smetric",
+)  # fmt: skip
 BROKEN = ("refuses", "beyond", "negative", "wordy", "raises", "deaf")
 
 
@@ -83,7 +87,7 @@ class Point:
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = ("round_robin", "least_requests", "inferplane_route")
+    ours = ("round_robin", "least_requests", "inferplane_route", *PUBLISHED)
     points = [Point(name) for name in (*ours, *BROKEN, "absent", "unmade")]
     monkeypatch.setattr(policy_names, "entry_points", lambda group: points)
 
@@ -210,7 +214,7 @@ def test_a_missing_model_or_gpu_names_its_option(trace: Path, missing: str) -> N
     [
         (
             ("--policy", "roundrobin"),
-            "--policy is 'roundrobin'; expected one of absent, beyond, deaf, inferplane_route, least_requests, ",
+            "--policy is 'roundrobin'; expected one of absent, aibrix_prefix, beyond, deaf, dynamo_kv, dynamo_kv_8, ",
         ),
         (("--replicas", 0), "--replicas is 0; expected at least 1"),
         (("--replicas", "2,x"), "--replicas is '2,x'; expected a whole number, or several with commas between them"),
@@ -424,3 +428,74 @@ def test_block_ids_that_are_hashes_can_be_copied(trace: Path, tmp_path: Path) ->
     write_trace(replace(small, blocks=2**63 - 1 - small.blocks), hashed)
     for copies in (1, 3):
         assert told(run(hashed, "--copies", copies, "--json")) == told(run(trace, "--copies", copies, "--json"))
+
+
+def test_every_published_policy_plays_the_trace(trace: Path) -> None:
+    done = run(trace, "--policy", ",".join(PUBLISHED), "--replicas", 3, "--workers", 1, "--json")
+    assert done.exit_code == 0, done.output
+    told = orjson.loads(done.stdout)["runs"]
+    assert [entry["policy"] for entry in told] == list(PUBLISHED)
+    assert all(entry["requests"] == entry["completed"] == 80 for entry in told)
+    hits = {entry["policy"]: entry["prefix_hit_ratio"] for entry in told}
+    assert hits["sticky"] > hits["power_of_two"], "a session's cache is where the session is"
+
+
+def test_a_setting_changes_its_policy_alone(trace: Path) -> None:
+    def hits(*options: str) -> list[float]:
+        done = run(trace, "--policy", "dynamo_kv,dynamo_kv_8", "--replicas", 3, "--workers", 1, "--json", *options)
+        assert done.exit_code == 0, done.output
+        return [entry["prefix_hit_ratio"] for entry in orjson.loads(done.stdout)["runs"]]
+
+    plain = hits()
+    assert hits("--policy-settings", "dynamo_kv:prefill_load_scale_ratio=8") == [plain[1], plain[1]]
+    both = ("--policy-settings", "dynamo_kv: prefill_load_scale_ratio = 8 , stale_s=100",
+            "--policy-settings", "dynamo_kv_8:prefill_load_scale_ratio=1.0")  # fmt: skip
+    assert hits(*both) == [plain[1], plain[0]]
+
+
+def test_the_only_policy_needs_no_name_before_its_settings(trace: Path) -> None:
+    assert run(trace, "--policy", "sticky_2x", "--policy-settings", "load=tokens,moves=yes").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "said"),
+    [
+        ("dynamo_kv", "scale", "--policy-settings is 'scale'; expected NAME=VALUE, or several with commas between"),
+        (
+            "dynamo_kv",
+            "prefill_load=8",
+            "dynamo_kv has no setting 'prefill_load'; expected one of overlap_score_credit_ratio",
+        ),
+        ("dynamo_kv", "prefill_load=8", "did you mean prefill_load_scale_ratio"),
+        ("dynamo_kv", "temperature_ratio=warm", "dynamo_kv:temperature_ratio is 'warm'; expected a number"),
+        ("dynamo_kv", "temperature_ratio=nan", "dynamo_kv:temperature_ratio is 'nan'; expected a number"),
+        (
+            "dynamo_kv",
+            "temperature_ratio=-1",
+            "--policy-settings of dynamo_kv: temperature_ratio is -1.0; expected 0 or more",
+        ),
+        ("aibrix_prefix", "block_count=1.5", "aibrix_prefix:block_count is '1.5'; expected a whole number"),
+        ("sticky_2x", "moves=maybe", "sticky_2x:moves is 'maybe'; expected true or false"),
+        (
+            "sticky_2x",
+            "load=bytes",
+            "--policy-settings of sticky_2x: load is 'bytes'; expected one of requests, tokens",
+        ),
+        ("round_robin", "first=1", "the policy round_robin has no settings; expected a policy that has some"),
+        ("sticky,mooncake", "reject_above_s=1", "and there are 2 policies; expected POLICY:NAME=VALUE"),
+        (
+            "sticky,mooncake",
+            "smetric:slack_ratio=2",
+            "--policy-settings is of 'smetric'; expected a policy of this run",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_said(trace: Path, policy: str, words: str, said: str) -> None:
+    done = run(trace, "--policy", policy, "--policy-settings", words)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split())
+
+
+def test_events_cannot_come_before_they_happen(trace: Path) -> None:
+    done = run(trace, "--policy", "mooncake", "--event-delay-ms", -1)
+    assert done.exit_code == 2 and "--event-delay-ms is -1; expected 0 or more" in " ".join(done.stderr.split())

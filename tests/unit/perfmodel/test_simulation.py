@@ -11,12 +11,12 @@ import pytest
 import perfmodel.simulation.run as sim
 from perfmodel.adapters.compiled_code import remember_compiled_code
 from perfmodel.errors import ConfigError
-from perfmodel.simulation.policy import Ask, PolicyFleet, Usage
+from perfmodel.simulation.policy import Ask, EngineSample, KvTier, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
 from perfmodel.traces.copies import Copies
 from perfmodel.traces.trace import Trace, trace_of
 from router.adapters import policies
-from tests.fakes.sim_worlds import Watch
+from tests.fakes.sim_worlds import Mirror, Watch
 
 TABLE = StepTable(np.full(129, 0.010) + 0.001 * np.arange(129.0), 0.0, 0.0005, 0.0, 0.0)
 
@@ -235,3 +235,87 @@ def test_a_queue_that_grows_to_the_last_arrival_is_told(
 def test_too_few_arrivals_say_nothing_of_a_queue() -> None:
     assert sim.growing_queue(line([10.0] * 4, [1.0] * 4, [50.0] * 4), 5.0) is None
     assert sim.growing_queue(line([], [], []), 5.0) is None
+
+
+def mirrored(
+    rows: list[tuple[float, int, int, list[int]]], delay_s: float, every_s: float = 0.05
+) -> tuple[list[set[int]], list[tuple[EngineSample, float]]]:
+    """What a policy that hears was told of the engine's blocks by each pick, and the samples with their times."""
+    held: list[set[int]] = []
+    samples: list[tuple[EngineSample, float]] = []
+
+    class Listening(Mirror):
+        def pick(self, ask: Ask, now_s: float) -> int:
+            held.append(set(self.held.get((0, KvTier.DEVICE), set())))
+            return super().pick(ask, now_s)
+
+        def metrics(self, said: Sequence[EngineSample], sampled_s: float) -> None:
+            samples.append((said[0], sampled_s))
+
+    def factory(fleet: PolicyFleet) -> Mirror:
+        return Listening(fleet, metrics_every_s=every_s)
+
+    sim.simulate([spec()], sim.OpenLoop([trace(rows)]), factory, sim.SimOptions(event_delay_s=delay_s))
+    return held, samples
+
+
+def test_blocks_are_told_late_by_the_delay() -> None:
+    # the first prompt's step begins at 0; nothing is known of it at 4 ms, all of it at 5 ms
+    rows = [(0.0, 32, 1, [1, 2]), (0.004, 8, 1, []), (0.005, 8, 1, []), (0.006, 8, 1, [])]
+    held, _ = mirrored(rows, delay_s=0.005)
+    assert held == [set(), set(), {2, 3}, {2, 3}], "a block of the trace is told as one more: 0 is nobody's"
+    held, _ = mirrored(rows, delay_s=0.0)
+    assert held == [set(), {2, 3}, {2, 3}, {2, 3}]
+
+
+def test_a_sample_is_of_the_last_tick() -> None:
+    # a prefill of 42 ms, and one that waits behind it from 20 ms on
+    rows: list[tuple[float, int, int, list[int]]] = [
+        (0.0, 32, 1, []),
+        (0.02, 16, 1, []),
+        (0.035, 8, 1, []),
+        (0.3, 8, 1, []),
+    ]
+    _, samples = mirrored(rows, delay_s=0.0, every_s=0.03)
+    # at 20 ms that of 0 is the newest and has been told; at 35 ms that of 30 ms is
+    assert [(sample.waiting_count, sample.running_count) for sample, _ in samples] == [(0, 0), (1, 1), (0, 0)]
+    assert [sampled_s for _, sampled_s in samples] == pytest.approx([0.0, 0.03, 0.3])
+    assert [sample.queued_tokens for sample, _ in samples] == [0, 16, 0]
+    # the first prompt's 32 tokens take 2 of 256 blocks
+    assert [sample.kv_usage_ratio for sample, _ in samples] == pytest.approx([0.0, 2 / 256, 0.0])
+
+
+def test_the_log_of_blocks_is_made_only_for_those_who_hear() -> None:
+    replay = sim.Replay([spec()], sim.OpenLoop([trace([(0.0, 32, 1, [1, 2])])]), policies.round_robin, sim.SimOptions())
+    assert len(replay.cluster.kv_log) == 1
+    replay.run(lambda _: None)
+    assert replay.cluster.totals[0].kv_count == 0
+
+
+class Deaf:
+    """A policy whose ears are at fault."""
+
+    hears = reads_blocks = False
+    hears_kv_events = True
+
+    def __init__(self, fleet: PolicyFleet) -> None:
+        """Of nothing."""
+
+    def pick(self, ask: Ask, now_s: float) -> int:
+        return 0
+
+    def stored(self, engine: int, blocks: Sequence[int], tier: KvTier, now_s: float) -> None:
+        raise LookupError("no such tier")
+
+
+def test_a_fault_in_hearing_is_the_policy_s() -> None:
+    load = sim.OpenLoop([trace([(0.0, 32, 1, [1, 2]), (1.0, 8, 1, [])])])
+    with pytest.raises(
+        ConfigError, match=r"the policy d failed in stored, removed or metrics .LookupError: no such ti"
+    ):
+        sim.simulate([spec()], load, Deaf, sim.SimOptions(policy_name="d"))  # type: ignore[arg-type] # its fault
+
+
+def test_a_delay_below_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"event_delay_s is -1.0; expected 0 or more"):
+        sim.SimOptions(event_delay_s=-1.0)
