@@ -129,6 +129,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self.written_bytes = 0
         """Of streams: pieces with what frames them."""
         self._taken_bytes = 0
+        self._dropped_bytes = 0
+        """Of the written ones, the last, which no socket was given."""
         self._deaf = False
         """What still comes is not looked at."""
         self._stage = _Stage.HEAD
@@ -149,7 +151,11 @@ class GatewayProtocol(HttpToolsProtocol):
     @property
     def taken_bytes(self) -> int:
         """How many of the `written_bytes` the client's socket has taken; once it is lost: had taken by then."""
-        return self._taken_bytes if self.lost else self.written_bytes - self.transport.get_write_buffer_size()
+        return self._taken_bytes if self.lost else self._given_bytes - self.transport.get_write_buffer_size()
+
+    @property
+    def _given_bytes(self) -> int:
+        return self.written_bytes - self._dropped_bytes
 
     @property
     def expects_continue(self) -> bool:
@@ -203,17 +209,18 @@ class GatewayProtocol(HttpToolsProtocol):
         self._outbox.put(self)
 
     def push(self) -> None:
-        """Write what is queued, if anything. Of a connection that is lost it counts as written and not taken."""
+        """Write what is queued, if anything. Of one that is lost or closing it counts as written, not taken."""
         took = self._took
         if took is None:
             return
         data, self._queued = self._queued, b""
         self._took = None
         self.written_bytes += len(data)
-        if self.cycle.disconnected:
+        transport = self.transport
+        if self.cycle.disconnected or transport.is_closing():  # it would take the bytes without a word, and drop them
+            self._dropped_bytes += len(data)
             took(False)
             return
-        transport = self.transport
         transport.write(data)
         took(not (transport.get_write_buffer_size() or transport.is_closing()))
 
@@ -244,13 +251,18 @@ class GatewayProtocol(HttpToolsProtocol):
             self._idle_timer.cancel()
         self.lost = True
         # uvloop still knows what it had not written (asyncio's own transport has forgotten it by now)
-        self._taken_bytes = self.written_bytes - self.transport.get_write_buffer_size()
+        self._taken_bytes = self._given_bytes - self.transport.get_write_buffer_size()
         unfinished = self.cycle is not None and not self.cycle.response_complete
         super().connection_lost(exc)
         self.push()
         on_lost, self.on_lost = self.on_lost, None
         if unfinished and on_lost is not None:
             on_lost()
+
+    def eof_received(self) -> None:
+        """The client sends no more, and the transport closes after this: what is queued goes first."""
+        self.push()
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:

@@ -17,6 +17,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import StrEnum
 from glob import escape
 from hashlib import sha256
@@ -125,11 +126,11 @@ def _remember(entries: Iterable[Any], folder: Path | None) -> bool:
 
 def _drop_unused(home: Path, place: Path) -> None:
     """Mark `place` as used now, and remove the folders of versions that nobody has used for a month."""
-    now_s = time.time()
-    os.utime(place, (now_s, now_s))
-    for other in home.iterdir():
-        if len(other.name) == _DIGEST_LETTERS and now_s - other.stat().st_mtime > _UNUSED_S:
-            shutil.rmtree(other, ignore_errors=True)
+    with suppress(OSError):  # another process cleans up too, or the folder is another user's
+        os.utime(place)
+        for other in home.iterdir():
+            if len(other.name) == _DIGEST_LETTERS and time.time() - other.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 class _SealedFile(IndexDataCacheFile):

@@ -35,7 +35,8 @@ def read_yaml(path: Path | Traversable) -> object:
         raise ConfigError(f"{path} is not UTF-8 text; expected YAML") from None
     except yaml.YAMLError as fault:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(fault).split())}") from None
-    except ValueError as fault:  # a day of a 13th month, a number of thousands of digits
+    except (ValueError, LookupError, TypeError, AttributeError) as fault:
+        # A day of a 13th month, a number of thousands of digits, a tag that does not fit its value (!!bool foo).
         raise ConfigError(f"{path} has a value that cannot be read: {fault}") from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; expected a few levels of fields") from None

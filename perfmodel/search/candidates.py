@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perfmodel.errors import ConfigError
-from perfmodel.search.options import Refusal, promise_below_bound
+from perfmodel.search.options import Refusal, cut_words, promise_below_bound
 from perfmodel.search.plan import (
     Candidate,
     Choices,
@@ -462,10 +462,7 @@ def _taken(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
 def described(option: EngineOption) -> str:
     """An engine in words."""
     shape = option.shape
-    parts = [f"{option.offer.name} TP{shape.tensor_parallel_count}"]
-    parts += [f"PP{shape.pipeline_parallel_count}"] if shape.pipeline_parallel_count > 1 else []
-    parts += [f"DP{shape.data_parallel_count}"] if shape.data_parallel_count > 1 else []
-    parts += [f"EP{shape.expert_parallel_count}"] if shape.expert_parallel_count > 1 else []
+    parts = [f"{option.offer.name} {cut_words(shape)}"]
     parts.append(f"{shape.weight_format} weights, {shape.kv_format} KV, chunk {option.chunk_tokens}")
     if option.chips is not None:
         parts.append(f"with its feed-forward half on {option.chip_count} {option.chips.name}")

@@ -16,6 +16,7 @@ import numpy as np
 from perfmodel.search.candidates import GroupCandidates, Trial, confirmed, trial
 from perfmodel.search.cheapest import Problem, Sized, size
 from perfmodel.search.check import CHECK_SEEDS, replayed
+from perfmodel.search.options import cut_words
 from perfmodel.search.plan import Candidate, Offer, Plan, TrafficClass
 from perfmodel.search.rating import Memory
 
@@ -82,7 +83,7 @@ def plan_words(plan: Plan) -> str:
     parts = []
     for each in plan.candidates:
         pools = " + ".join(
-            f"{pool.replica_count} x {pool.option.offer.name} TP{pool.option.shape.tensor_parallel_count}"
+            f"{pool.replica_count} x {pool.option.offer.name} {cut_words(pool.option.shape)}"
             f" {pool.option.shape.weight_format} {pool.role}"
             for pool in each.pools
         )

@@ -20,8 +20,9 @@ from perfmodel.search.rating import Floats
 
 # Sets of devices of one group that are combined with those of the others, cheapest first, and combinations that are
 # kept of two groups when a third is added. It bounds the work; a set that is dearer than this many others alone is very
-# unlikely to be part of the cheapest fleet.
+# unlikely to be part of the cheapest fleet. Where the stock forbids all of these, so many more are tried.
 _MOST_COMBINED = 400
+_MOST_IN_SCARCITY = 2_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +82,11 @@ class Front:
             if larger is not None and larger.key not in self._seen:
                 self._add(larger)
 
-    def alive(self, floor_usd_per_h: float) -> Ints:
-        """Sets that no smaller one replaces, cheapest first, of those that cost no more than this even in split
+    def alive(self, floor_usd_per_h: float, most_count: int) -> Ints:
+        """So many sets that no smaller one replaces, cheapest first, of those that cost no more than this even in split
         units.
         """
-        kept = np.zeros((_MOST_COMBINED, self.counts.shape[1]), dtype=np.int64)
+        kept = np.zeros((most_count, self.counts.shape[1]), dtype=np.int64)
         found: list[int] = []
         cheap = self.floor_usd_per_h <= floor_usd_per_h * (1 + SAME_COST_RATIO)
         for place in self._cheapest_first[cheap[self._cheapest_first]].tolist():
@@ -96,7 +97,7 @@ class Front:
                 continue
             kept[len(found)] = row
             found.append(place)
-            if len(found) == _MOST_COMBINED:
+            if len(found) == most_count:
                 break
         return np.array(found, dtype=np.int64)
 
@@ -152,11 +153,20 @@ def cheapest_together(fronts: Sequence[Front], purchasing: Purchasing, ceiling: 
     A set is left out when it, with the least that the others cost in split units, costs more than the ceiling or than
     the cheapest sets together.
     """
+    found = _together(fronts, purchasing, ceiling, _MOST_COMBINED)
+    if found is None and len(fronts) > 1 and any(len(front.counts) > _MOST_COMBINED for front in fronts):
+        found = _together(fronts, purchasing, ceiling, _MOST_IN_SCARCITY)
+    return found
+
+
+def _together(
+    fronts: Sequence[Front], purchasing: Purchasing, ceiling: float | None, most_count: int
+) -> Combined | None:
     floors = [front.least_floor() for front in fronts]
     most = _first_bound(fronts, purchasing, np.inf if ceiling is None else ceiling)
     places, counts = np.zeros((1, 0), dtype=np.int64), np.zeros((1, len(purchasing.names)), dtype=np.int64)
     for at, front in enumerate(fronts):
-        mine = front.alive(most - sum(floors[:at]) - sum(floors[at + 1 :]))
+        mine = front.alive(most - sum(floors[:at]) - sum(floors[at + 1 :]), most_count)
         places = np.hstack([np.repeat(places, len(mine), axis=0), np.tile(mine, len(places))[:, None]])
         counts = (counts[:, None, :] + front.counts[mine][None, :, :]).reshape(-1, counts.shape[1])
         bill = purchasing.bill(counts)
@@ -165,7 +175,7 @@ def cheapest_together(fronts: Sequence[Front], purchasing: Purchasing, ceiling: 
         keep = np.flatnonzero(bill.allowed & cheap)
         keep = keep[np.lexsort((*places[keep].T, bill.usd_per_h[keep]))]
         if at + 1 < len(fronts):
-            keep = keep[:_MOST_COMBINED]
+            keep = keep[:most_count]
         places, counts, usd = places[keep], counts[keep], bill.usd_per_h[keep]
         if not len(keep):
             return None

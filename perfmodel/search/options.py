@@ -63,11 +63,16 @@ class Cut:
     kv_format: NumberFormat
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tensor_parallel_count}"]
-        parts += [f"PP{self.pipeline_parallel_count}"] if self.pipeline_parallel_count > 1 else []
-        parts += [f"DP{self.data_parallel_count}"] if self.data_parallel_count > 1 else []
-        parts += [f"EP{self.expert_parallel_count}"] if self.expert_parallel_count > 1 else []
-        return f"{' '.join(parts)}, {self.weight_format} weights, {self.kv_format} KV"
+        return f"{cut_words(self)}, {self.weight_format} weights, {self.kv_format} KV"
+
+
+def cut_words(cut: Cut | EngineShape) -> str:
+    """How a model is split over devices, in words: TP always, the others where they split it."""
+    parts = [f"TP{cut.tensor_parallel_count}"]
+    parts += [f"PP{cut.pipeline_parallel_count}"] if cut.pipeline_parallel_count > 1 else []
+    parts += [f"DP{cut.data_parallel_count}"] if cut.data_parallel_count > 1 else []
+    parts += [f"EP{cut.expert_parallel_count}"] if cut.expert_parallel_count > 1 else []
+    return " ".join(parts)
 
 
 def cuts(architecture: Architecture, choices: Choices) -> Iterator[Cut]:

@@ -332,3 +332,26 @@ def test_checkpoints_run_at_most_64_tokens_behind(leaver: Leaver, node: Node) ->
     leaver.cancelled()
     assert json.loads(leaver.asked().body)["model"] == "m"
     assert CHAT in leaver.asked().target
+
+
+@pytest.mark.parametrize("piece_first", [True, False])
+def test_an_end_of_sending_that_meets_a_piece_bills_what_the_client_got(
+    node: Node, engines: Engines, people: People, piece_first: bool
+) -> None:
+    """Both are found in one turn of the gateway's loop: the piece is sent and billed, or neither."""
+    leaver = Leaver(node, engines, people["other"])
+    with RawClient(node) as raw:
+        raw.send(request(leaver.tenant, body("normal?tokens=200&gap_ms=50", stream=True)))
+        got = raw.read_until(b"tok5 ")
+        workers = node.workers()
+        for worker in workers:
+            worker.suspend()
+        for step in (time.sleep, raw.sock.shutdown) if piece_first else (raw.sock.shutdown, time.sleep):
+            step(1)  # seconds, or SHUT_WR
+        for worker in workers:
+            worker.resume()
+        raw.sock.settimeout(5)
+        with contextlib.suppress(OSError):
+            while more := raw.sock.recv(65_536):
+                got += more
+    assert leaver.event().close.output_tokens == got.count(b'"content":"tok')

@@ -232,12 +232,27 @@ _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         ("2026-13-45", "has a value that cannot be read: month must be in 1..12"),
         ("9" * 5_001, "has a value that cannot be read"),
+        ("!!bool foo", "has a value that cannot be read"),
+        ("!!int ''", "has a value that cannot be read"),
+        ("!!timestamp foo", "has a value that cannot be read"),
+        ("!!map [a]", "has a value that cannot be read"),
         ("9" * 401, "load.rate_p50_per_s is 999"),
         ("1.0e-300", "load.rate_p50_per_s is 1e-300; expected 0, or 1e-09 to 1e+15"),
         ("1.0e+308", "load.rate_p50_per_s is 1e+308; expected 0, or 1e-09 to 1e+15"),
         (f"{{{_LAUGHS.replace(chr(10), ', ')} j: *i}}", "load.rate_p50_per_s is "),
     ],
-    ids=["no such day", "thousands of digits", "beyond a float", "tiny", "huge", "a billion laughs"],
+    ids=[
+        "no such day",
+        "thousands of digits",
+        "no bool",
+        "no number",
+        "no time",
+        "no mapping",
+        "beyond a float",
+        "tiny",
+        "huge",
+        "a billion laughs",
+    ],
 )
 def test_a_value_that_no_quantity_has_is_one_sentence(tmp_path: Path, rate: str, words: str) -> None:
     path = tmp_path / "hostile.yaml"

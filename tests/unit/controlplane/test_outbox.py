@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.adapters.gateway_server import _OUTBOX_COUNT, Outbox
+from controlplane.adapters.gateway_server import _OUTBOX_COUNT, ClientTimes, GatewayProtocol, Outbox
+from tests.unit.controlplane.test_gateway_head import HEADS, Wire, fed
 
 
 class Connection:
@@ -68,3 +69,44 @@ async def test_a_connection_that_fails_takes_no_other_with_it(caplog: pytest.Log
     assert pushed == [0, 2]
     assert broken.aborted
     assert "could not be written" in caplog.text
+
+
+def _streaming() -> tuple[GatewayProtocol, Wire, list[bool]]:
+    """A connection in the middle of a stream, with a piece queued; what `took` is told goes to the list."""
+    told: list[bool] = []
+    more: dict[str, Any] = {"times": ClientTimes(15.0, 30.0), "outbox": Outbox()}
+    connection, wire = fed(GatewayProtocol, HEADS["chunks"], 10_000, **more)
+    connection.piece(b"", b"first")
+    connection.queue(b"", b"second", told.append)
+    return connection, wire, told
+
+
+async def _ended() -> None:
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await _turn()
+
+
+async def test_a_piece_that_is_queued_goes_before_the_transport_closes_at_the_clients_end() -> None:
+    connection, wire, told = _streaming()
+    connection.eof_received()
+    wire.close()
+    connection.connection_lost(None)
+    assert b"second" in wire.written and told == [True]
+    assert connection.drained and connection.taken_bytes == connection.written_bytes
+    await _ended()
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+async def test_a_piece_that_no_socket_was_given_is_not_taken(lost_first: bool) -> None:
+    connection, wire, told = _streaming()
+    before = connection.written_bytes
+    wire.close()
+    if not lost_first:
+        await _turn()
+    connection.connection_lost(None)
+    await _turn()
+    assert b"second" not in wire.written and told == [False]
+    assert (connection.taken_bytes, connection.drained) == (before, False)
+    assert connection.written_bytes > before
+    await _ended()
