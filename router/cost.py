@@ -49,24 +49,29 @@ class Work(NamedTuple):
     output_tokens: int
 
 
-class Speed(Protocol):
-    """An engine's speed with the fields of `EngineSpeed`: told (`EngineSpeed`) or moving (`SpeedLearner`)."""
+class PrefillSpeed(Protocol):
+    """How fast an engine prefills."""
 
     @property
     def prefill_tok_per_s(self) -> float: ...
     @property
     def prefill_overhead_s(self) -> float: ...
     @property
+    def prefill_s_per_token2(self) -> float: ...
+
+
+class Speed(PrefillSpeed, Protocol):
+    """An engine's speed with the fields of `EngineSpeed`: told (`EngineSpeed`) or moving (`SpeedLearner`)."""
+
+    @property
     def decode_s_per_token(self) -> float: ...
     @property
     def kv_capacity_tokens(self) -> int | None: ...
     @property
-    def prefill_s_per_token2(self) -> float: ...
-    @property
     def decode_s_per_running(self) -> float: ...
 
 
-def prefill_s(speed: Speed, new_tokens: int, cached_tokens: int) -> float:
+def prefill_s(speed: PrefillSpeed, new_tokens: int, cached_tokens: int) -> float:
     """Seconds to prefill `new_tokens` after `cached_tokens` on an otherwise idle engine."""
     attention_s = speed.prefill_s_per_token2 * new_tokens * (cached_tokens + new_tokens / 2)
     return speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s + attention_s

@@ -199,14 +199,17 @@ class GatewayProtocol(HttpToolsProtocol):
     def piece(self, head: bytes, data: bytes) -> None:
         """Write a piece of an answer, after its head where that is still to be written."""
         self.push()
-        self.queue(head, data, lambda _: None)
+        self._hold(head, data, lambda _: None)
         self.push()
 
     def queue(self, head: bytes, data: bytes, took: Callable[[bool], None]) -> None:
         """The same when the event loop turns; `took` is told then, with `drained`."""
+        self._hold(head, data, took)
+        self._outbox.put(self)
+
+    def _hold(self, head: bytes, data: bytes, took: Callable[[bool], None]) -> None:
         self._queued = b"%b%x\r\n%b\r\n" % (head, len(data), data) if self.cycle.chunked_encoding else head + data
         self._took = took
-        self._outbox.put(self)
 
     def push(self) -> None:
         """Write what is queued, if anything. Of one that is lost or closing it counts as written, not taken."""

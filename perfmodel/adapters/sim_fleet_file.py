@@ -17,11 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from perfmodel import memory
 from perfmodel.adapters.catalog import Catalog
 from perfmodel.adapters.coefficient_file import load_coefficients
+from perfmodel.adapters.yaml_text import read_yaml
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import NumberFormat
 from perfmodel.memory import EngineShape
@@ -74,16 +73,7 @@ def engines_of(options: EngineOptions, file: Path | None, catalog: Catalog) -> t
 
 def _entries(file: Path) -> list[dict[str, Any]]:
     """The entries of the file; their fields are not checked yet."""
-    try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"{file} is no YAML: {' '.join(str(fault).split())}") from None
-    except UnicodeDecodeError as fault:
-        raise ConfigError(f"{file} is no UTF-8 text: {fault.reason}") from None
-    except ValueError as fault:  # a day of a 13th month, a number of thousands of digits
-        raise ConfigError(f"{file} has a value that cannot be read: {fault}") from None
-    except RecursionError:
-        raise ConfigError(f"{file} is nested too deeply; expected a list of engines") from None
+    content = read_yaml(file)
     entries = content.get("engines") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{file}: engines is {_short(entries)}; expected a list of at least one engine")

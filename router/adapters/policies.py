@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from router.blocks import BlockLadder
+from router.cost import Speed
 from router.endpoints import Endpoint, EngineSpeed
 from router.policies.aibrix_prefix import AibrixPrefix, AibrixSettings
 from router.policies.asked import Dice
@@ -45,7 +46,7 @@ MOONCAKE = MooncakeSettings()
 SMETRIC = SmetricSettings()
 
 
-class FleetEngine(Protocol):
+class FleetEngine(Speed, Protocol):
     """What is read of one engine."""
 
     @property
@@ -56,18 +57,6 @@ class FleetEngine(Protocol):
     def accelerator(self) -> str: ...
     @property
     def zone(self) -> str: ...
-    @property
-    def kv_capacity_tokens(self) -> int: ...
-    @property
-    def prefill_tok_per_s(self) -> float: ...
-    @property
-    def prefill_overhead_s(self) -> float: ...
-    @property
-    def prefill_s_per_token2(self) -> float: ...
-    @property
-    def decode_s_per_token(self) -> float: ...
-    @property
-    def decode_s_per_running(self) -> float: ...
 
 
 class Fleet(Protocol):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from router.cost import PrefillSpeed
+
 # Uniform in [0, 1).
 Dice = Callable[[], float]
 
@@ -35,22 +37,11 @@ class Sampled(Protocol):
     def kv_usage_ratio(self) -> float: ...
 
 
-class NominalEngine(Protocol):
-    """The speed of an engine by the performance model: what an operator can measure offline."""
-
-    @property
-    def prefill_tok_per_s(self) -> float: ...
-    @property
-    def prefill_overhead_s(self) -> float: ...
-    @property
-    def prefill_s_per_token2(self) -> float: ...
-
-
 class NominalFleet(Protocol):
-    """What a rule is made for."""
+    """What a rule is made for. Its engines have the performance model's speed, which an operator can measure too."""
 
     @property
-    def engines(self) -> Sequence[NominalEngine]: ...
+    def engines(self) -> Sequence[PrefillSpeed]: ...
     @property
     def block_tokens(self) -> int: ...
 

@@ -19,7 +19,7 @@ from math import exp
 
 from router.errors import PolicyError
 from router.policies.asked import Asked, Dice, lowest
-from router.policies.prefix_views import EventView, leading_blocks
+from router.policies.prefix_views import HearsKvEvents, leading_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,16 @@ class _Active:
     placed_s: float
 
 
-class DynamoKv:
+class DynamoKv(HearsKvEvents):
     """Mutable: the index, and the load by engine."""
 
     hears = True
     reads_blocks = True
-    hears_kv_events = True
 
     def __init__(self, engine_count: int, block_tokens: int, settings: DynamoSettings, dice: Dice) -> None:
+        super().__init__(engine_count)
         self._settings = settings
         self._block_tokens = block_tokens
-        self._index = EventView(engine_count)
         self._prefill_tokens = [0] * engine_count
         self._own_blocks = [0.0] * engine_count
         self._requests = [0] * engine_count
@@ -71,14 +70,6 @@ class DynamoKv:
         self._users: dict[int, int] = {}
         self._active: dict[int, _Active] = {}
         self._dice = dice
-
-    def stored(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.stored(engine, blocks, tier)
-
-    def removed(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.removed(engine, blocks, tier)
 
     def costs(self, ask: Asked) -> list[float]:
         """Cost of each engine in blocks."""

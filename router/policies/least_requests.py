@@ -6,15 +6,8 @@ simulation asks a policy; the class has that shape and needs nothing else of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-
-class Asked(Protocol):
-    """What the rule reads of a request."""
-
-    @property
-    def serial(self) -> int: ...
+from router.policies.asked import Asked, Dice
+from router.policies.in_flight import InFlight
 
 
 class LeastRequests:
@@ -23,19 +16,17 @@ class LeastRequests:
     hears = True
     reads_blocks = False
 
-    def __init__(self, engine_count: int, dice: Callable[[], float]) -> None:
-        self._in_flight = [0] * engine_count
-        self._engine_of: dict[int, int] = {}
+    def __init__(self, engine_count: int, dice: Dice) -> None:
+        self._in_flight = InFlight(engine_count)
         self._dice = dice
 
     def pick(self, ask: Asked, now_s: float) -> int:
         """One of the least loaded."""
-        counts = self._in_flight
+        counts = self._in_flight.counts
         least = min(counts)
         tied = [engine for engine, count in enumerate(counts) if count == least]
         picked = tied[int(self._dice() * len(tied))]
-        counts[picked] += 1
-        self._engine_of[ask.serial] = picked
+        self._in_flight.placed(ask.serial, picked)
         return picked
 
     def first_token(self, serial: int, now_s: float) -> None:
@@ -43,4 +34,4 @@ class LeastRequests:
 
     def finished(self, serial: int, usage: object, now_s: float) -> None:
         """It is in flight no more."""
-        self._in_flight[self._engine_of.pop(serial)] -= 1
+        self._in_flight.ended(serial)

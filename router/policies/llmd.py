@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from router.errors import PolicyError
 from router.policies.asked import Asked, Dice, Sampled, blocks_of, lowest
-from router.policies.prefix_views import EngineHistory, EventView
+from router.policies.prefix_views import EngineHistory, HearsKvEvents
 
 # Tokens of the picker's own block (approximate prefix plug-in).
 _BLOCK_TOKENS = 16
@@ -130,27 +130,18 @@ class LlmdDefault:
         """Not listened to."""
 
 
-class LlmdPrecise:
+class LlmdPrecise(HearsKvEvents):
     """Mutable: the index and the newest metrics."""
 
     hears = False
     reads_blocks = True
-    hears_kv_events = True
 
     def __init__(self, engine_count: int, settings: LlmdPreciseSettings, dice: Dice) -> None:
+        super().__init__(engine_count)
         self.metrics_every_s = settings.metrics_every_s
         self._settings = settings
-        self._index = EventView(engine_count)
         self._scores = _Scores(engine_count, settings.queue_weight_ratio, settings.kv_weight_ratio)
         self._dice = dice
-
-    def stored(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.stored(engine, blocks, tier)
-
-    def removed(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.removed(engine, blocks, tier)
 
     def metrics(self, samples: Sequence[Sampled], sampled_s: float) -> None:
         """A reading of all engines."""

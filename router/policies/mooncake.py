@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.policies.asked import Asked, Dice, NominalEngine, lowest
-from router.policies.prefix_views import EventView
+from router import cost
+from router.cost import PrefillSpeed
+from router.policies.asked import Asked, Dice, lowest
+from router.policies.prefix_views import HearsKvEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,40 +29,29 @@ class MooncakeSettings:
     reject_above_s: float = 0.0
 
 
-def prefill_s(engine: NominalEngine, prompt_tokens: int, cached_tokens: int) -> float:
+def prefill_s(engine: PrefillSpeed, prompt_tokens: int, cached_tokens: int) -> float:
     """Seconds of the prefill of a prompt of which so many tokens are cached; a token is always computed."""
     cached = min(cached_tokens, prompt_tokens - 1)
-    new = prompt_tokens - cached
-    linear_s = engine.prefill_overhead_s + new / engine.prefill_tok_per_s
-    return linear_s + engine.prefill_s_per_token2 * new * (cached + new / 2)
+    return cost.prefill_s(engine, prompt_tokens - cached, cached)
 
 
-class Mooncake:
+class Mooncake(HearsKvEvents):
     """Mutable: the index and the prefills queued by engine."""
 
     hears = True
     reads_blocks = True
-    hears_kv_events = True
 
     def __init__(
-        self, engines: Sequence[NominalEngine], block_tokens: int, settings: MooncakeSettings, dice: Dice
+        self, engines: Sequence[PrefillSpeed], block_tokens: int, settings: MooncakeSettings, dice: Dice
     ) -> None:
+        super().__init__(len(engines))
         self._engines = engines
         self._block_tokens = block_tokens
         self._settings = settings
-        self._index = EventView(len(engines))
         self._queued: list[dict[int, float]] = [{} for _ in engines]
         self._queue_s = [0.0] * len(engines)
         self._engine_of: dict[int, int] = {}
         self._dice = dice
-
-    def stored(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.stored(engine, blocks, tier)
-
-    def removed(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
-        """A KV event."""
-        self._index.removed(engine, blocks, tier)
 
     def estimates_s(self, ask: Asked) -> list[tuple[float, float]]:
         """For each engine: estimated TTFT, and this prompt's prefill as part of it."""

@@ -166,3 +166,20 @@ class EventView:
             else:
                 break
         return device, lower
+
+
+class HearsKvEvents:
+    """What a rule that hears KV events begins with: its exact index, kept by what it is told. Mutable: the index."""
+
+    hears_kv_events = True
+
+    def __init__(self, engine_count: int) -> None:
+        self._index = EventView(engine_count)
+
+    def stored(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
+        """A KV event."""
+        self._index.stored(engine, blocks, tier)
+
+    def removed(self, engine: int, blocks: Sequence[int], tier: str, now_s: float) -> None:
+        """A KV event."""
+        self._index.removed(engine, blocks, tier)

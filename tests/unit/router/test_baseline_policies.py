@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,42 +17,12 @@ from router.adapters import policies
 from router.errors import PolicyError
 from router.policies.mooncake import prefill_s
 from router.policies.sticky import StickyTwiceSettings
+from tests.fakes.policy_fleet import Ask, Engine, Fleet
 
 # An agent's step: 119,000 tokens of prefix, 875 new.
 PREFIX_TOKENS, NEW_TOKENS, WIDTH = 119_000, 875, 16
 HELD = tuple(range(1, PREFIX_TOKENS // WIDTH + 1))
 STEP = (*HELD, *range(100_000, 100_000 + NEW_TOKENS // WIDTH))
-
-
-@dataclass(frozen=True)
-class Engine:
-    name: str
-    pool: str = "p"
-    accelerator: str = "a"
-    zone: str = ""
-    kv_capacity_tokens: int = 2_700_000
-    prefill_tok_per_s: float = 10_000.0
-    prefill_overhead_s: float = 0.0
-    prefill_s_per_token2: float = 0.0
-    decode_s_per_token: float = 0.02
-    decode_s_per_running: float = 0.0
-
-
-@dataclass(frozen=True)
-class Fleet:
-    engines: tuple[Engine, ...]
-    model: str = "m"
-    block_tokens: int = WIDTH
-    seed: int = 0
-
-
-class Ask(NamedTuple):
-    serial: int
-    model: str = "m"
-    session: int = -1
-    input_tokens: int = 64
-    output_limit_tokens: int = 100
-    blocks: tuple[int, ...] = ()
 
 
 class Sample(NamedTuple):

@@ -2,41 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.adapters import policies
-
-
-@dataclass(frozen=True)
-class Engine:
-    name: str
-    pool: str = "p"
-    accelerator: str = "a"
-    zone: str = ""
-    kv_capacity_tokens: int = 100_000
-    prefill_tok_per_s: float = 10_000.0
-    prefill_overhead_s: float = 0.01
-    prefill_s_per_token2: float = 0.0
-    decode_s_per_token: float = 0.02
-    decode_s_per_running: float = 0.0
-
-
-@dataclass(frozen=True)
-class Fleet:
-    engines: tuple[Engine, ...]
-    model: str = "m"
-    block_tokens: int = 16
-    seed: int = 0
-
-
-class Ask(NamedTuple):
-    serial: int
-    model: str = "m"
-    session: int = -1
-    input_tokens: int = 64
-    output_limit_tokens: int = 100
-    blocks: tuple[int, ...] = ()
+from tests.fakes.policy_fleet import Ask, Engine, Fleet
 
 
 class Usage(NamedTuple):
@@ -45,7 +14,7 @@ class Usage(NamedTuple):
     output_tokens: int
 
 
-FLEET = Fleet(tuple(Engine(f"e{number}") for number in range(3)))
+FLEET = Fleet(tuple(Engine(f"e{number}", kv_capacity_tokens=100_000, prefill_overhead_s=0.01) for number in range(3)))
 
 
 def test_round_robin_goes_round() -> None:
