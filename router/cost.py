@@ -7,11 +7,11 @@ cached (`prefix_index`), or the choice (`route`).
 Everything is in seconds, so that warmth and load trade at their real rate on each engine's own hardware: waiting
 behind a warm engine's queue is better than a cold idle one exactly while it takes less time. The terms:
 
-    queue      prefills ahead of it, decode steps mixed into its own prefill, and waiting for KV room
+    queue      prefills ahead of it, and waiting for KV room
     prefill    overhead + uncached tokens, with attention's growth over the context
-    decode     its expected output at that engine's step time with those running
+    decode     how far its own answer is in danger of missing the promised time per output token (TPOT) there
     hop        one network round trip
-    slowdown   what its prefill and decode cost those that run there, summed over them
+    slowdown   how many of the answers that run there its prefill puts in danger
     eviction   the later recomputation of KV that it pushes out
     spread     for a new session: the work placed there beyond its share (`route.Router`)
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import exp
 from statistics import median
 from typing import NamedTuple, Protocol
 
@@ -32,6 +33,20 @@ TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "spread")
 # Tokens of prefill in one mixed step: vLLM's default max_num_batched_tokens for online serving on smaller GPUs. It
 # only sets how many decode steps a prefill drags along (2,048 tokens at 10,000 tokens/s: one per 0.2 s).
 CHUNK_TOKENS = 2048
+
+# What was prefilled says what may come, and one long prefill that is over says little: steps are taken as stretched to
+# 1 / (1 - 0.7) = 3.3 times at most, and no more than a second of it is charged. Without these bounds a session's next
+# step would leave the engine that has just prefilled its prompt.
+STALLED_MAX_RATIO = 0.7
+RECENT_MAX_S = 1.0
+
+# Room below the promise is never taken as less than this share of it, so that an engine which cannot keep the promise
+# even when empty still looks worse the more run there.
+ROOM_MIN_RATIO = 0.1
+
+# Recent prefills are looked back at over one answer's time, but never less than this: short answers would see only the
+# last prefill.
+ANSWER_MIN_S = 0.5
 
 # Speed of an engine of which nothing is known yet and whose pool has no known one. 10,000 tokens/s and 20 ms are the
 # order of a 70B dense model on 8 x H100 (119k tokens in 11 s at 40 % MFU, router notes section 0); 30 ms is a vLLM
@@ -47,6 +62,8 @@ class Work(NamedTuple):
 
     input_tokens: int
     output_tokens: int
+    answer_tokens: float = 256.0
+    """The model's mean answer, whatever this request allows."""
 
 
 class PrefillSpeed(Protocol):
@@ -75,6 +92,49 @@ def prefill_s(speed: PrefillSpeed, new_tokens: int, cached_tokens: int) -> float
     """Seconds to prefill `new_tokens` after `cached_tokens` on an otherwise idle engine."""
     attention_s = speed.prefill_s_per_token2 * new_tokens * (cached_tokens + new_tokens / 2)
     return speed.prefill_overhead_s + new_tokens / speed.prefill_tok_per_s + attention_s
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The time per output token (TPOT) that answers are promised, and what its dangers are worth in seconds of waiting.
+
+    The three weights were chosen by simulation over nine workloads at 85 to 98 % of requests in time; any of them may
+    be halved or doubled for less than half a point there (docs/design/0007).
+    """
+
+    tpot_s: float = 0.050
+    """Promised seconds per output token."""
+    near_ratio: float = 0.8
+    """An engine whose predicted TPOT is under this share of the promise is as good as an idle one."""
+    late_s: float = 10.0
+    """Above it: a TPOT beyond by one whole promise weighs as these seconds of waiting."""
+    recent_ratio: float = 0.3
+    """Weight of a second of prefill given to an engine within the last answer's time: others like it follow."""
+    harm_s: float = 0.1
+    """What an answer of somebody else's that surely misses its promise weighs."""
+
+
+def faded_s(kept_s: float, kept_at_s: float, answer_s: float, now_s: float) -> float:
+    """What is left of the seconds of prefill given to an engine: they fade over one answer's time."""
+    return kept_s * exp((kept_at_s - now_s) / answer_s) if kept_s else 0.0
+
+
+def decode_danger_s(promise: Promise, step_s: float, recent_s: float, answer_s: float) -> float:
+    """Seconds that its own answer's danger is worth, on an engine with steps of `step_s` and `recent_s` of prefill."""
+    stalled_ratio = min(recent_s / answer_s, STALLED_MAX_RATIO)
+    over_ratio = step_s / (1 - stalled_ratio) / promise.tpot_s - promise.near_ratio
+    danger_s = promise.recent_ratio * min(recent_s, RECENT_MAX_S)
+    return danger_s + promise.late_s * over_ratio if over_ratio > 0 else danger_s
+
+
+def harm_s(promise: Promise, step_s: float, prefill_time_s: float, answer_tokens: float) -> float:
+    """Seconds that one running answer's danger is worth, when a prefill of so long stalls it.
+
+    It misses its promise if it is shorter than the prefill divided by the room that each token has; lengths are taken
+    as exponential with the model's mean `answer_tokens`.
+    """
+    room_s = max(promise.tpot_s - step_s, ROOM_MIN_RATIO * promise.tpot_s) * answer_tokens
+    return promise.harm_s * (1 - exp(-prefill_time_s / room_s))
 
 
 def eviction_s(speed: Speed, resident_tokens: float, new_tokens: int, reuse_ratio: float) -> float:

@@ -23,14 +23,18 @@ from math import exp, inf, sqrt
 
 from router.blocks import BlockLadder, Chain
 from router.cost import (
-    CHUNK_TOKENS,
+    ANSWER_MIN_S,
     DEFAULT_SPEED,
     Ewma,
     ModelFacts,
+    Promise,
     Speed,
     Unfit,
     Work,
+    decode_danger_s,
     eviction_s,
+    faded_s,
+    harm_s,
     prefill_s,
     typical_speed,
 )
@@ -59,8 +63,7 @@ class RouterConfig:
     default_speed: EngineSpeed = DEFAULT_SPEED
     tie_s: float = 0.001
     """Endpoints this close are equal: predictions are not better than a millisecond."""
-    slowdown_ratio: float = 0.5
-    """Weight of a second that others lose: half served most in time (docs/design/0007)."""
+    promise: Promise = field(default_factory=Promise)
     kv_reuse_ratio: float = 0.25
     """Share of evicted KV that would have been asked for again. An assumption: the oldest KV returns least often."""
     spread_horizon_s: float = 600.0
@@ -208,7 +211,9 @@ class Router:
         learned = facts.output_tokens
         expected = learned.value if learned.count else self._config.default_output_tokens
         work = Work(
-            max(1, int(request.input_tokens * facts.input_ratio)), min(request.output_tokens, int(expected) + 1)
+            max(1, int(request.input_tokens * facts.input_ratio)),
+            min(request.output_tokens, int(expected) + 1),
+            expected,
         )
         rows, best_s, continues = self._weigh(group, request, work, now_s)
         if best_s == _NEVER_S:
@@ -255,8 +260,8 @@ class Router:
         One loop with few calls: it is a tenth of what a short request costs. The terms are those of `cost`'s docstring;
         tests/properties has the same rule written plainly and holds this to it, to the last bit.
         """
-        input_tokens, output_tokens = work
-        slowdown_ratio, kv_reuse_ratio = self._config.slowdown_ratio, self._config.kv_reuse_ratio
+        input_tokens, output_tokens, answer_tokens = work
+        promise, kv_reuse_ratio = self._config.promise, self._config.kv_reuse_ratio
         rows: list[Row] = []
         best_s = _NEVER_S
         found, continues = self._cached(group, request, input_tokens, now_s)
@@ -273,25 +278,22 @@ class Router:
             queue_s = slowdown_s = evicted_s = 0.0
             step_s = speed.decode_s_per_token
             kv_tokens = load.kv_tokens
+            answer_s = max(answer_tokens * step_s, ANSWER_MIN_S)
             if kv_tokens:
                 queue_s = load.remaining_s(now_s)  # first: it may move prefills that are due to the decodes
                 # Who waits now decodes beside this request later. Were they not counted, an engine that has fewer
                 # running than the others would look so until their prefills end, and take all that comes meanwhile.
-                others, running_s = load.request_count, speed.decode_s_per_running
-                step_s += others * running_s
-                slowdown_s = others * (output_tokens * running_s)
-                if load.decoding_count:
-                    queue_s += new_tokens / CHUNK_TOKENS * step_s
-                    # Chunked prefill stretches every running request's steps for about as long as the prefill takes.
-                    slowdown_s += others * own_s
-                slowdown_s *= slowdown_ratio
-            decode_s = output_tokens * step_s
+                others = load.request_count
+                step_s += others * speed.decode_s_per_running
+                slowdown_s = others * harm_s(promise, step_s, own_s, answer_tokens)
+            recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s)
+            decode_s = decode_danger_s(promise, step_s, recent_s, answer_s)
             capacity = speed.kv_capacity_tokens
             if capacity is not None:
                 over_tokens = kv_tokens + input_tokens + output_tokens - capacity
                 if over_tokens > 0 and kv_tokens:
                     # The requests in flight free their KV over about one answer's time.
-                    queue_s += decode_s * over_tokens / kv_tokens
+                    queue_s += output_tokens * step_s * over_tokens / kv_tokens
                 resident_tokens = site.holdings.held_bytes / site.bytes_per_token
                 evicted_s = eviction_s(speed, resident_tokens, new_tokens + output_tokens, kv_reuse_ratio)
             hop_s = site.hop_s
@@ -333,10 +335,10 @@ class Router:
         """Count the load, store the prefix, and hand out the decision."""
         chosen, rows, new_session = made
         _, _, cached, terms, _ = rows[chosen]
-        queue_s, own_s, decode_s, hop_s = terms[:4]
+        queue_s, own_s, _, hop_s = terms[:4]
         model, chain, asked_tokens, _, _, streamed = request
         hashes = chain.hashes
-        input_tokens, output_tokens = work
+        input_tokens, output_tokens, answer_tokens = work
         endpoint = site.endpoint
         stamp_us = int(now_s * 1e6)
         stored = _NOTHING
@@ -354,11 +356,15 @@ class Router:
         )  # fmt: skip
         site.load.take(ticket)
         self._in_flight[ticket.ticket_id] = site
-        self._service_s.add(own_s + decode_s)
+        answer_s = max(answer_tokens * site.speed.decode_s_per_token, ANSWER_MIN_S)
+        site.prefills_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s) + own_s
+        site.prefills_at_s = now_s
+        service_s = own_s + output_tokens * site.speed.decode_s_per_token
+        self._service_s.add(service_s)
         if new_session:
             if now_s - self._decayed_s >= self._config.spread_horizon_s * _DECAY_STEP_RATIO:
                 self._decay(now_s)
-            site.placed_s += own_s + decode_s
+            site.placed_s += service_s
         if self._config.share:
             self._dirty.add(endpoint.endpoint_id)
             if hashes:

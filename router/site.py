@@ -21,7 +21,7 @@ class Site:
 
     __slots__ = (
         "breaker", "bytes_per_token", "closed", "endpoint", "holdings", "hop_s", "learner", "load", "placed_s",
-        "speed", "trust_ratio",
+        "prefills_at_s", "prefills_s", "speed", "trust_ratio",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, holdings: Holdings, speed: EngineSpeed, hop_s: float) -> None:
@@ -32,6 +32,9 @@ class Site:
         self.describe(endpoint, hop_s)
         self.placed_s = 0.0
         """Seconds of new sessions placed here, decaying over the horizon."""
+        self.prefills_s = 0.0
+        """Seconds of prefill given to it, as of `prefills_at_s`; they fade over an answer's time (`cost.faded_s`)."""
+        self.prefills_at_s = 0.0
         self.bytes_per_token = _BYTES_PER_TOKEN
         self.trust_ratio = 1.0
         """Cached tokens reported over predicted, moving: how far the index is right about this engine."""

@@ -129,12 +129,14 @@ class PolicyEngine:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFleet:
-    """What a policy is made for. `seed` is for its own dice."""
+    """What a policy is made for. `seed` is for its own dice; the promise is what goodput counts."""
 
     model: str
     engines: tuple[PolicyEngine, ...]
     block_tokens: int
     seed: int
+    slo_ttft_s: float = 5.0
+    slo_tpot_s: float = 0.05
 
 
 PolicyFactory = Callable[[PolicyFleet], Policy]

@@ -300,6 +300,8 @@ class Replay:
             tuple(_policy_engine(self._specs[at], at) for at in self._routable),
             block_tokens or DEFAULT_BLOCK_TOKENS,
             options.seed,
+            options.slo_ttft_s,
+            options.slo_tpot_s,
         )
         try:
             self._policy: Policy = policy(fleet)

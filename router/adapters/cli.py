@@ -167,6 +167,10 @@ def _serving(listed: Sequence[Endpoint], model: str) -> list[Endpoint]:
     return serving
 
 
+# When the request is asked for, after the engines were warmed at 0: long enough that nothing of that is still felt.
+_ASKED_S = 600.0
+
+
 def _ask(
     router: Router, fleet: Sequence[Endpoint], wanted: tuple[str, bytes, int], what_if: _WhatIf
 ) -> RouteDecision | NoRoute:
@@ -190,8 +194,8 @@ def _ask(
         count = int(what_if.running.get(endpoint_id, 0))
         # The size of those requests is not known; one token marks the engine as in use.
         load = LoadNews(endpoint_id, backlog_s, int(backlog_s > 0), count, int(backlog_s > 0 or count > 0))
-        router.hear("what if", News(loads=(load,)), 0.0)
-    return router.route(RouteRequest(model, chain, tokens, output_tokens), 0.0, _no_dice)
+        router.hear("what if", News(loads=(load,)), _ASKED_S)
+    return router.route(RouteRequest(model, chain, tokens, output_tokens), _ASKED_S, _no_dice)
 
 
 def _no_dice() -> float:

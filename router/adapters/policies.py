@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from router.blocks import BlockLadder
-from router.cost import Speed
+from router.cost import Promise, Speed
 from router.endpoints import Endpoint, EngineSpeed
 from router.policies.aibrix_prefix import AibrixPrefix, AibrixSettings
 from router.policies.asked import Dice
@@ -70,6 +70,8 @@ class Fleet(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def slo_tpot_s(self) -> float: ...
 
 
 def _dice(fleet: Fleet) -> Dice:
@@ -142,10 +144,11 @@ def smetric(fleet: Fleet, settings: SmetricSettings = SMETRIC) -> Smetric:
 
 
 def inferplane_route(fleet: Fleet) -> ProductionRouter:
-    """`inferplane_route`: the production router with its default settings and the engines' nominal speeds."""
+    """`inferplane_route`: the production router with its defaults, told the promise and the engines' nominal speeds."""
     ladder = BlockLadder.uniform(fleet.block_tokens * BYTES_PER_TOKEN, _LADDER_TOKENS // fleet.block_tokens)
     endpoints = [_endpoint(engine, fleet.model) for engine in fleet.engines]
-    return ProductionRouter(Router(RouterConfig(ladder=ladder)), endpoints, _dice(fleet))
+    config = RouterConfig(ladder=ladder, promise=Promise(tpot_s=fleet.slo_tpot_s))
+    return ProductionRouter(Router(config), endpoints, _dice(fleet))
 
 
 def _endpoint(engine: FleetEngine, model: str) -> Endpoint:

@@ -34,6 +34,7 @@ class Fleet:
     model: str = "m"
     block_tokens: int = 16
     seed: int = 0
+    slo_tpot_s: float = 0.05
 
 
 class Ask(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import exp
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -73,6 +74,7 @@ class Duel:
         first = fleet.pick(TEXT[: self.held_tokens * 4], exclude=frozenset({"cold"}))
         fleet.start(first)
         fleet.end(first)
+        fleet.now_s += 3_600  # its prefill is long forgotten
         load = LoadNews("warm", backlog_s, int(backlog_s > 0), running, 1)
         fleet.router.hear("others", News(loads=(load,)), fleet.now_s)
         text = TEXT[: (self.held_tokens + self.new_tokens) * 4]
@@ -80,16 +82,20 @@ class Duel:
 
     def advantage_s(self, running: int, waiting: int) -> float:
         """Seconds by which the warm engine, with `running` decodes and `waiting` prompts of no length, beats the cold
-        one. Who waits decodes beside the request later, and what others lose weighs half."""
-        warm, cold, out = self.warm, self.cold, self.output_tokens
+        one, when nothing has been prefilled for long."""
+        warm, cold = self.warm, self.cold
         beside = running + waiting
         step_s = warm.decode_s_per_token + beside * warm.decode_s_per_running
         own_s = alone_s(warm, self.new_tokens, self.held_tokens)
-        warm_s = 0.0005 + own_s + out * step_s + beside * out * warm.decode_s_per_running / 2
-        if running:
-            warm_s += self.new_tokens / 2_048 * step_s + beside * own_s / 2
-        cold_s = 0.050 + alone_s(cold, self.held_tokens + self.new_tokens, 0) + out * cold.decode_s_per_token
-        return cold_s - warm_s
+        answers = 256.0  # of which nothing is known
+        missed = 1 - exp(-own_s / (max(0.050 - step_s, 0.005) * answers))
+        warm_s = 0.0005 + own_s + late_s(step_s) + beside * 0.1 * missed
+        return 0.050 + alone_s(cold, self.held_tokens + self.new_tokens, 0) + late_s(cold.decode_s_per_token) - warm_s
+
+
+def late_s(step_s: float) -> float:
+    """Steps over four fifths of the promise: ten seconds a promise."""
+    return max(0.0, 10 * (step_s / 0.050 - 0.8))
 
 
 def check_break_even(duel: Duel, running: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from router.cost import Unfit, Work, eviction_s, prefill_s
+from router.cost import ANSWER_MIN_S, Promise, Unfit, Work, eviction_s, faded_s, prefill_s
 from router.decision import NoRoute, RouteDecision, RouteRequest, Row
 from router.endpoints import Ending, EngineSpeed, Finish, HopTable, Load, LoadNews, Place
 from router.route import News, Router, RouterConfig
@@ -92,7 +92,8 @@ def work_of(router: Router, request: RouteRequest) -> Work:
     """What the request is expected to be."""
     facts, output = router._models[MODEL], router._models[MODEL].output_tokens
     expected = output.value if output.count else router._config.default_output_tokens
-    return Work(max(1, int(request.input_tokens * facts.input_ratio)), min(request.output_tokens, int(expected) + 1))
+    input_tokens = max(1, int(request.input_tokens * facts.input_ratio))
+    return Work(input_tokens, min(request.output_tokens, int(expected) + 1), expected)
 
 
 def row(router: Router, site: Any, load: Load, request: RouteRequest, now_s: float) -> Row:
@@ -104,11 +105,12 @@ def row(router: Router, site: Any, load: Load, request: RouteRequest, now_s: flo
     if held:
         share = router._config.ladder.ends_bytes[held - 1] / request.chain.total_bytes
         cached = min(int(work.input_tokens * share * site.trust_ratio), work.input_tokens - 1)
-    queue_s, own_s, decode_s, slowdown_s = price(speed, load, work, cached, now_s)
+    answer_s = max(work.answer_tokens * speed.decode_s_per_token, ANSWER_MIN_S)
+    recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s)
+    queue_s, own_s, decode_s, slowdown_s = price(speed, load, work, cached, recent_s=recent_s, now_s=now_s)
     resident = site.holdings.held_bytes / site.bytes_per_token
     new_tokens = work.input_tokens - cached + work.output_tokens
     evicted_s = eviction_s(speed, resident, new_tokens, router._config.kv_reuse_ratio)
-    slowdown_s *= router._config.slowdown_ratio
     return with_total(site.endpoint, cached, (queue_s, own_s, decode_s, site.hop_s, slowdown_s, evicted_s, 0.0))
 
 
@@ -200,8 +202,7 @@ class History:
     def __init__(self, speeds: list[EngineSpeed | None], seed: int, make: Callable[[RouterConfig], Router]) -> None:
         self.rng = rng = random.Random(seed)
         hops = HopTable(Place("", "here"), {("here", "there"): 0.050})
-        ratio = rng.choice([1.0, 0.5])
-        config = RouterConfig(hops=hops, slowdown_ratio=ratio, tie_s=rng.choice([0.001, 0.1]), share=True)
+        config = RouterConfig(hops=hops, tie_s=rng.choice([0.001, 0.1]), share=True)
         self.fleet = Fleet(
             [
                 replace(
@@ -334,7 +335,7 @@ class ForgetsTheRunning(Spoiled):
     """Fault."""
 
     def spoils(self, site: Any) -> list[tuple[object, str, object]]:
-        return [(site.load, "decoding_count", 0)]
+        return [(site.load, "request_count", 0)]
 
 
 class ForgetsTheWaiting(Spoiled):
@@ -393,12 +394,19 @@ class TriesTwiceAtATime(Spoiled):
         return [(site.breaker, "opened", False)]
 
 
-class SlowsNobodyByHalf(Router):
-    """Fault: the weight of others' seconds is left out."""
+class ForgetsThePrefills(Spoiled):
+    """Fault: what an engine was given to prefill before is not looked at."""
+
+    def spoils(self, site: Any) -> list[tuple[object, str, object]]:
+        return [(site, "prefills_s", 0.0)]
+
+
+class ForgetsThePromise(Router):
+    """Fault: answers are promised twice the time per token."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
-        self._weighed = replace(config, slowdown_ratio=1.0)
+        self._weighed = replace(config, promise=Promise(tpot_s=0.1))
 
     def _weigh(self, group, request, work, now_s):  # type: ignore[no-untyped-def]  # a fault, typed by its parent
         with changed([(self, "_config", self._weighed)]):
@@ -467,7 +475,8 @@ class MixesUpTheTicket(Router):
         ForgetsAttention,
         TrustsTheBroken,
         TriesTwiceAtATime,
-        SlowsNobodyByHalf,
+        ForgetsThePrefills,
+        ForgetsThePromise,
         NeverLearns,
         ForgetsTheExcluded,
         ChargesNobody,

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from math import e, exp
+
 import pytest
 
-from router.cost import DEFAULT_SPEED, SpeedLearner, Work, eviction_s, prefill_s, typical_speed
+from router.cost import (
+    DEFAULT_SPEED,
+    Promise,
+    SpeedLearner,
+    Work,
+    decode_danger_s,
+    eviction_s,
+    faded_s,
+    harm_s,
+    prefill_s,
+    typical_speed,
+)
 from router.endpoints import EngineSpeed, Load, LoadNews
 from tests.fakes.plain_price import price
 
@@ -17,47 +30,59 @@ def busy(decoding_count: int = 0, backlog_s: float = 0.0, kv_tokens: int = 1_000
     return load
 
 
-def test_an_idle_engine_costs_its_prefill_and_its_decode() -> None:
-    assert price(SPEED, Load(), Work(1_000, 20), 400, 0.0) == pytest.approx((0.0, 1.1, 0.2, 0.0))
+def work(input_tokens: int, output_tokens: int = 0, answer_tokens: float = 100.0) -> Work:
+    return Work(input_tokens, output_tokens, answer_tokens)
+
+
+def test_an_idle_engine_costs_its_prefill() -> None:
+    assert price(SPEED, Load(), work(1_000, 20), 400) == pytest.approx((0.0, 1.1, 0.0, 0.0))
 
 
 def test_prefill_grows_with_the_context_where_the_engine_says_so() -> None:
     quadratic = EngineSpeed(1_000.0, 0.5, 0.010, prefill_s_per_token2=1e-6)
     assert prefill_s(quadratic, 1_000, 2_000) == pytest.approx(0.5 + 1.0 + 1e-6 * 1_000 * 2_500)
-    assert price(quadratic, Load(), Work(3_000, 0), 2_000, 0.0)[1] == pytest.approx(4.0)
+    assert price(quadratic, Load(), work(3_000), 2_000)[1] == pytest.approx(4.0)
 
 
 def test_a_backlog_is_waited_for() -> None:
-    assert price(SPEED, busy(backlog_s=7.0), Work(1_000, 0), 0, 0.0)[0] == pytest.approx(7.0)
+    assert price(SPEED, busy(backlog_s=7.0), work(1_000), 0)[0] == pytest.approx(7.0)
 
 
-def test_running_decodes_slow_the_prefill_and_are_slowed_by_it() -> None:
-    queue_s, own_s, _, slowdown_s = price(SPEED, busy(decoding_count=4), Work(2_048, 0), 0, 0.0)
-    assert queue_s == pytest.approx(0.010)  # one mixed step of 2,048 tokens
-    assert slowdown_s == pytest.approx(4 * own_s)
-
-
-def test_more_running_requests_make_decoding_slower_where_the_engine_says_so() -> None:
-    crowded = EngineSpeed(1_000.0, 0.5, 0.010, decode_s_per_running=0.001)
-    _, own_s, decode_s, slowdown_s = price(crowded, busy(decoding_count=5), Work(100, 100), 0, 0.0)
-    assert decode_s == pytest.approx(100 * 0.015)
-    assert slowdown_s == pytest.approx(5 * (own_s + 100 * 0.001))
-
-
-def test_who_waits_now_decodes_beside_the_request_later() -> None:
+def test_a_prefill_endangers_the_answers_that_run_or_wait_there() -> None:
     crowded = EngineSpeed(1_000.0, 0.5, 0.010, decode_s_per_running=0.001)
     load = Load()
-    load.hear("peer", LoadNews("a", 3.0, 2, 0, 1_000), 0.0)
-    queue_s, _, decode_s, slowdown_s = price(crowded, load, Work(100, 100), 0, 0.0)
-    assert queue_s == pytest.approx(3.0)
-    assert decode_s == pytest.approx(100 * 0.012)
-    assert slowdown_s == pytest.approx(2 * 100 * 0.001)
+    load.hear("peer", LoadNews("a", 3.0, 2, 3, 1_000), 0.0)
+    queue_s, own_s, decode_s, slowdown_s = price(crowded, load, work(100), 0)
+    assert (queue_s, own_s, decode_s) == pytest.approx((3.0, 0.6, 0.0))
+    # Steps of 15 ms leave 35 ms a token: an answer of mean 100 misses if it has under 0.6 / 0.035 = 17 tokens.
+    assert slowdown_s == pytest.approx(5 * 0.1 * (1 - exp(-0.6 / 3.5)))
+
+
+def test_an_engine_that_cannot_keep_the_promise_is_still_worse_with_more_running() -> None:
+    slow = Promise(tpot_s=0.005)
+    assert 0 < harm_s(slow, 0.010, 0.1, 100) < harm_s(slow, 0.010, 0.2, 100) < slow.harm_s
+    assert decode_danger_s(slow, 0.010, 0.0, 1.0) == pytest.approx(10 * (2 - 0.8))
+    assert decode_danger_s(slow, 0.012, 0.0, 1.0) > decode_danger_s(slow, 0.010, 0.0, 1.0)
+
+
+def test_recent_prefills_stretch_the_steps_to_come() -> None:
+    # Half of an answer's second was prefill: steps of 10 ms look like 20, far from the promise of 50; 0.3 s a second.
+    assert decode_danger_s(Promise(), 0.010, 0.5, 1.0) == pytest.approx(0.15)
+    # A promise that is near: 20 ms of 24.
+    assert decode_danger_s(Promise(tpot_s=0.024), 0.010, 0.5, 1.0) == pytest.approx(0.15 + 10 * (20 / 24 - 0.8))
+    # Only prefills, of which one long one may be over: neither part grows without end.
+    assert decode_danger_s(Promise(tpot_s=0.020), 0.010, 9.0, 1.0) == pytest.approx(0.3 + 10 * (1 / 0.6 - 0.8))
+
+
+def test_prefills_fade_over_one_answer() -> None:
+    assert faded_s(2.0, 10.0, 3.0, 13.0) == pytest.approx(2.0 / e)
+    assert faded_s(0.0, 10.0, 3.0, 13.0) == 0.0
 
 
 def test_a_request_that_finds_no_kv_room_waits_for_some() -> None:
     small = EngineSpeed(1_000.0, 0.0, 0.010, kv_capacity_tokens=2_000)
-    free = price(small, busy(decoding_count=1, kv_tokens=900), Work(1_000, 100), 0, 0.0)[0]
-    full = price(small, busy(decoding_count=1, kv_tokens=1_800), Work(1_000, 100), 0, 0.0)[0]
+    free = price(small, busy(decoding_count=1, kv_tokens=900), work(1_000, 100), 0)[0]
+    full = price(small, busy(decoding_count=1, kv_tokens=1_800), work(1_000, 100), 0)[0]
     assert full - free == pytest.approx(1.0 * 900 / 1_800)
 
 
