@@ -12,6 +12,7 @@ behind a warm engine's queue is better than a cold idle one exactly while it tak
     decode     how far its own answer is in danger of missing the promised time per output token (TPOT) there
     hop        one network round trip
     slowdown   how many of the answers that run there its prefill puts in danger
+    fetch      the KV of its prompt on the way from another engine that holds more of it
     eviction   the later recomputation of KV that it pushes out
     spread     for a new session: the work placed there beyond its share (`route.Router`)
 """
@@ -27,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 from router.endpoints import Ending, EngineSpeed, Finish, Ticket
 
-TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "spread")
+TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "fetch", "spread")
 """The order of `Candidate.terms_s`."""
 
 # Tokens of prefill in one mixed step: vLLM's default max_num_batched_tokens for online serving on smaller GPUs. It

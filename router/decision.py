@@ -67,6 +67,8 @@ class RouteDecision(NamedTuple):
     predicted_ttft_s: float
     new_session: bool
     tie_s: float
+    pull_from: Endpoint | None
+    """The engine from which it fetches KV, as the price assumes; None: from none."""
     rows: tuple[Row, ...]
     """Raw candidates in the order of the endpoints list; `candidates` explains them."""
 
@@ -95,6 +97,8 @@ class RouteDecision(NamedTuple):
         terms = first.terms_s or ()
         named = " ".join(f"{name}={value:.4f}" for name, value in zip(TERMS, terms, strict=True) if value)
         tokens = f"cached={self.predicted_cached_tokens}/{self.ticket.input_tokens}"
+        if self.pull_from is not None:
+            tokens += f" pull_from={self.pull_from.endpoint_id}"
         parts = [f"pick={first.endpoint_id} total_s={sum(terms):.4f} {tokens} {named}"]
         for other in others[:_SUMMARY_MAX_COUNT]:
             cost = f" +{(other.total_s or 0.0) - sum(terms):.4f}" if other.terms_s is not None else ""
@@ -112,6 +116,7 @@ class RouteDecision(NamedTuple):
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "predicted_ttft_s": self.predicted_ttft_s,
             "new_session": self.new_session,
+            "pull_from": None if self.pull_from is None else self.pull_from.endpoint_id,
             "candidates": [candidate.record() for candidate in self.candidates],
         }
 

@@ -78,6 +78,29 @@ class Endpoint:
     speed: EngineSpeed | None = None
     """None: learned from its traffic."""
     incarnation: str = ""
+    bootstrap_port: int | None = None
+    """Where a prefill engine of SGLang is met; None: the engine's default."""
+    kv_bytes_per_token: int | None = None
+    """Bytes of KV cache of one token; None: unknown."""
+    kv_link_bytes_per_s: float | None = None
+    """Measured rate at which KV leaves this engine for another; None: unknown."""
+
+    pulls_kv: bool = False
+    """It can fetch the KV of a prompt from another engine that holds it, where a request says from which."""
+
+    @property
+    def pull_s_per_token(self) -> float | None:
+        """Seconds to move a token's KV over its link; None: unknown."""
+        if not self.kv_bytes_per_token or not self.kv_link_bytes_per_s:
+            return None
+        return self.kv_bytes_per_token / self.kv_link_bytes_per_s
+
+    @property
+    def serves_alone(self) -> bool:
+        """It can take a whole request. A decode engine of SGLang cannot: it waits for the KV of another (sglang
+        disaggregation/decode.py); those of the other kinds prefill like any engine when nobody did it for them.
+        """
+        return self.role == "both" or (self.role == "decode" and self.kind != "sglang")
 
 
 class Ending(StrEnum):

@@ -49,6 +49,7 @@ from router.endpoints import (
     Ticket,
 )
 from router.prefix_index import DEFAULT_MAX_BYTES, PathNews, PrefixIndex, Stored
+from router.pulls import offer_pulls
 from router.site import Site
 
 
@@ -123,6 +124,7 @@ class Router:
         self._sites: dict[str, Site] = {}
         self._groups: dict[str, tuple[Site, ...]] = {}
         self._models: dict[str, ModelFacts] = {}
+        self._pulls = False
         self._in_flight: dict[int, Site] = {}
         self._ticket_count = 0
         self._service_s = Ewma()
@@ -160,6 +162,7 @@ class Router:
                 groups.setdefault(model, []).append(site)
         self._groups = {model: tuple(group) for model, group in groups.items()}
         self._models = {model: self._models.get(model) or ModelFacts() for model in groups}
+        self._pulls = any(site.pull_s_per_token is not None for site in sites.values())
         self._guess_speeds()
 
     @property
@@ -218,10 +221,15 @@ class Router:
         rows, best_s, continues = self._weigh(group, request, work, now_s)
         if best_s == _NEVER_S:
             return self._no_route(group, rows, now_s)
+        sources: dict[int, Site] = {}
+        if self._pulls and continues is not None:
+            sources = offer_pulls(group, rows, work, self._config.promise, now_s)
+            best_s = min([row[4] for row in rows])
         if continues is False:
             best_s = self._spread(group, rows, work)
         chosen = self._draw(group, rows, best_s, dice)
-        return self._pick(request, work, group[chosen], (chosen, tuple(rows), not continues), now_s)
+        made = chosen, tuple(rows), not continues, sources.get(chosen)
+        return self._pick(request, work, group[chosen], made, now_s)
 
     def _cached(
         self, group: tuple[Site, ...], request: RouteRequest, input_tokens: int, now_s: float
@@ -297,7 +305,7 @@ class Router:
                 resident_tokens = site.holdings.held_bytes / site.bytes_per_token
                 evicted_s = eviction_s(speed, resident_tokens, new_tokens + output_tokens, kv_reuse_ratio)
             hop_s = site.hop_s
-            terms = (queue_s, own_s, decode_s, hop_s, slowdown_s, evicted_s, 0.0)
+            terms = (queue_s, own_s, decode_s, hop_s, slowdown_s, evicted_s, 0.0, 0.0)
             total_s = queue_s + own_s + decode_s + hop_s + slowdown_s + evicted_s
             rows.append((site.endpoint, None, cached, terms, total_s))
             if total_s < best_s:  # noqa: PLR1730 - min() would cost 60 ns per endpoint on the hot path
@@ -330,10 +338,15 @@ class Router:
         return ties[int(dice() * len(ties))]
 
     def _pick(
-        self, request: RouteRequest, work: Work, site: Site, made: tuple[int, tuple[Row, ...], bool], now_s: float
+        self,
+        request: RouteRequest,
+        work: Work,
+        site: Site,
+        made: tuple[int, tuple[Row, ...], bool, Site | None],
+        now_s: float,
     ) -> RouteDecision:
         """Count the load, store the prefix, and hand out the decision."""
-        chosen, rows, new_session = made
+        chosen, rows, new_session, source = made
         _, _, cached, terms, _ = rows[chosen]
         queue_s, own_s, _, hop_s = terms[:4]
         model, chain, asked_tokens, _, _, streamed = request
@@ -359,6 +372,8 @@ class Router:
         answer_s = max(answer_tokens * site.speed.decode_s_per_token, ANSWER_MIN_S)
         site.prefills_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s) + own_s
         site.prefills_at_s = now_s
+        if source is not None:
+            site.link_free_s = source.link_free_s = now_s + terms[6]
         service_s = own_s + output_tokens * site.speed.decode_s_per_token
         self._service_s.add(service_s)
         if new_session:
@@ -370,8 +385,9 @@ class Router:
             if hashes:
                 base = hashes[held - 1] if held else 0
                 self._paths.append(PathNews(endpoint.endpoint_id, base, held, hashes[held:], stamp_us))
-        ttft_s = queue_s + own_s + hop_s
-        return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, rows)
+        ttft_s = queue_s + own_s + hop_s + terms[6]
+        pull_from = None if source is None else source.endpoint
+        return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, pull_from, rows)
 
     def _checkable(self, site: Site, chain: Chain, stored: Stored, now_s: float) -> float:
         """Share of the prompt that the engine, which held a part, should find cached; 0: its report would not tell."""

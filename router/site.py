@@ -20,8 +20,8 @@ class Site:
     """One endpoint incarnation with all that is known of it."""
 
     __slots__ = (
-        "breaker", "bytes_per_token", "closed", "endpoint", "holdings", "hop_s", "learner", "load", "placed_s",
-        "prefills_at_s", "prefills_s", "speed", "trust_ratio",
+        "breaker", "bytes_per_token", "closed", "endpoint", "holdings", "hop_s", "learner", "link_free_s", "load",
+        "placed_s", "prefills_at_s", "prefills_s", "pull_s_per_token", "speed", "trust_ratio",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, holdings: Holdings, speed: EngineSpeed, hop_s: float) -> None:
@@ -35,6 +35,8 @@ class Site:
         self.prefills_s = 0.0
         """Seconds of prefill given to it, as of `prefills_at_s`; they fade over an answer's time (`cost.faded_s`)."""
         self.prefills_at_s = 0.0
+        self.link_free_s = 0.0
+        """When its link to other engines will have moved all that it was asked to."""
         self.bytes_per_token = _BYTES_PER_TOKEN
         self.trust_ratio = 1.0
         """Cached tokens reported over predicted, moving: how far the index is right about this engine."""
@@ -53,6 +55,7 @@ class Site:
         """Take over what the endpoints list says of it."""
         self.endpoint = endpoint
         self.hop_s = hop_s
+        self.pull_s_per_token: float | None = endpoint.pull_s_per_token if endpoint.pulls_kv else None
         self.speed: Speed = endpoint.speed or self.learner
         self.closed = Unfit.DRAINING if endpoint.drain else Unfit.ROLE if endpoint.role == "prefill" else None
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from perfmodel.adapters.sim_sweep import Axes, Run, World
-    from perfmodel.simulation.run import Durations, EngineSpec, SimResult
+    from perfmodel.simulation.fleet import EngineSpec
+    from perfmodel.simulation.run import Durations, SimResult
     from perfmodel.traces.trace import Trace
 
 # More engines of one kind, copies or seeds than anybody simulates, and more runs than anybody reads.
@@ -392,6 +393,7 @@ def _answer(result: SimResult, detail: bool) -> dict[str, object]:
             "refused": result.refused_count,
             "end_to_end_ms": _milliseconds(result.end_to_end),
             "restored_ratio": result.restored_ratio,
+            "pulled_ratio": result.pulled_ratio,
             "preemptions": result.preemption_count,
             "hand_overs": result.hand_over_count,
             "recomputed_tokens": result.lost_tokens,

@@ -6,6 +6,7 @@ Owns: the file's keys and units, their defaults and one sentence for what is wro
     engines:
       - {pool: fast, gpu: h100, tp: 2, count: 8}            # model, gpu, tp, dtype default to the command's options
       - {pool: old, gpu: a100, tp: 4, count: 4, slow_ratio: 1.15, dram_gb: 200, dram_gb_per_s: 20}
+      - {pool: near, gpu: h100, count: 2, peer_gb_per_s: 40}  # may fetch KV from others that have such a link
       - {pool: p, role: prefill, gpu: h100, count: 2, transfer_gb_per_s: 50, transfer_ms: 1, layerwise: true}
 """
 
@@ -24,14 +25,14 @@ from perfmodel.adapters.yaml_text import read_yaml
 from perfmodel.errors import ConfigError
 from perfmodel.hardware import NumberFormat
 from perfmodel.memory import EngineShape
-from perfmodel.simulation.run import EngineSpec, HandOver, LowerTier
+from perfmodel.simulation.fleet import EngineSpec, HandOver, LowerTier
 from perfmodel.step_time import StepModel, StepTable
 
 _TEXTS = ("pool", "model", "gpu", "dtype", "kv_dtype", "role", "zone")
 # More of anything than a cluster has; the simulation holds every engine and every place of a sequence in memory.
 _MOST_COUNT = 100_000
 _COUNTS = ("tp", "count", "max_batched_tokens", "max_sequences")
-_NUMBERS = ("slow_ratio", "dram_gb", "dram_gb_per_s", "transfer_gb_per_s", "transfer_ms")
+_NUMBERS = ("slow_ratio", "dram_gb", "dram_gb_per_s", "transfer_gb_per_s", "transfer_ms", "peer_gb_per_s")
 _FLAGS = ("layerwise",)
 _ROLES = ("both", "prefill", "decode")
 # Bytes of a gigabyte, as links and memories are sold.
@@ -121,6 +122,7 @@ class _Maker:
             slow_ratio=_number(entry, "slow_ratio", where) or 1.0,
             tier=self._tier(entry, where),
             hand_over=_hand_over(entry, where, shape),
+            peer_bytes_per_s=(_number(entry, "peer_gb_per_s", where) or 0.0) * _GB,
         )
 
     def _shape(self, entry: Mapping[str, Any], where: str | None) -> EngineShape:

@@ -21,15 +21,9 @@ from perfmodel.adapters.compiled_code import remember_compiled_code
 from perfmodel.adapters.perf_table import counted, print_table
 from perfmodel.adapters.policy_names import policy_factory
 from perfmodel.errors import ConfigError
-from perfmodel.simulation.run import (
-    ClosedLoop,
-    EngineSpec,
-    OpenLoop,
-    SimOptions,
-    SimResult,
-    memory_bytes,
-    simulate,
-)
+from perfmodel.simulation.arrivals import ClosedLoop, OpenLoop
+from perfmodel.simulation.fleet import EngineSpec, memory_bytes
+from perfmodel.simulation.run import SimOptions, SimResult, simulate
 from perfmodel.traces.copies import Copies
 from perfmodel.traces.trace import Trace
 

@@ -19,8 +19,10 @@ from perfmodel import memory
 from perfmodel.errors import ConfigError
 from perfmodel.search.plan import PoolPlan, PoolRole
 from perfmodel.search.rating import Check, GroupLoad, Rater, link_bytes_per_s
+from perfmodel.simulation.arrivals import OpenLoop
+from perfmodel.simulation.fleet import EngineSpec, HandOver
 from perfmodel.simulation.policy import PolicyFactory
-from perfmodel.simulation.run import EngineSpec, HandOver, OpenLoop, SimOptions, SimResult, simulate
+from perfmodel.simulation.run import SimOptions, SimResult, simulate
 from perfmodel.traces.trace import Trace
 
 # Tokens of a KV block in the simulated engines: vLLM's default, doubled until a mean prompt has at most so many blocks,

@@ -65,9 +65,13 @@ WINDOW_COLUMNS = columns_of(
 
 
 @compiled
-def submit(cluster: Book, requests: Book, row: int, e: int, now_s: float) -> int:
-    """Give row `row` to engine `e` at `now_s`. Its record's index, or NO_RECORD (grow and ask again) or NEVER_FITS."""
+def submit(cluster: Book, requests: Book, row: int, engines: tuple[int, int], now_s: float) -> int:
+    """Give row `row` to an engine at `now_s`; the second of `engines` (-1: none) is whence it may fetch blocks.
+
+    Its record's index, or NO_RECORD (grow and ask again) or NEVER_FITS.
+    """
     c, window = CLUSTER_COLUMNS(cluster), WINDOW_COLUMNS(requests)
+    e = engines[0]
     totals, engine = c.totals[0], c.engines[e]
     prompt, output = window.prompt[row], window.output[row]
     width = totals.block_tokens
@@ -93,6 +97,7 @@ def submit(cluster: Book, requests: Book, row: int, e: int, now_s: float) -> int
     request.serial = window.serial_first[0] + row
     request.row = row
     request.engine = e
+    request.source = engines[1]
     request.prompt = request.tokens = request.refill = prompt
     request.output = output
     request.computed = request.stored = request.block_count = request.preempted = request.carried = 0

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from perfmodel.simulation.blocks import grow, hit_blocks, key_of, publish, release, share, tier_find, tier_touch
+from perfmodel.simulation.blocks import find, grow, hit_blocks, key_of, publish, release, share, tier_find, tier_touch
 from perfmodel.simulation.compiling import compiled
 from perfmodel.simulation.record import note_end, note_first_scheduled, note_first_token
 from perfmodel.simulation.state import ASLEEP, DECODE, IDLE, PREFILL, RUNNING, Cluster
@@ -180,11 +180,13 @@ def _schedule_waiting(c: Cluster, e: int, now_s: float) -> None:
     while engine.waiting_head >= 0 and plan.budget > 0 and engine.running_count < engine.sequence_limit:
         r = engine.waiting_head
         request = c.requests[r]
-        hits, restored = 0, 0
+        hits, restored, pulled = 0, 0, 0
         if not request.carried:
             hits = hit_blocks(c, e, r)
             if engine.tier_count:
                 restored = _tier_hits(c, e, r, hits)
+            if request.source >= 0 and engine.peer_block_s > 0:
+                pulled = _peer_hits(c, r, hits + restored)
         if not _has_room(c, e, r, hits):
             return
         engine.waiting_head = request.queue_next
@@ -193,31 +195,34 @@ def _schedule_waiting(c: Cluster, e: int, now_s: float) -> None:
         engine.waiting_count -= 1
         c.running[e, engine.running_count] = r
         engine.running_count += 1
-        _start(c, e, r, (hits, restored), now_s)
+        _start(c, e, r, (hits, restored, pulled), now_s)
 
 
 @compiled
-def _start(c: Cluster, e: int, r: int, found: tuple[int, int], now_s: float) -> None:
-    """Let an admitted request have what is cached, and compute its first chunk unless it must wait for a restore."""
+def _start(c: Cluster, e: int, r: int, found: tuple[int, int, int], now_s: float) -> None:
+    """Let an admitted request have what is cached, and compute its first chunk unless it must wait for some of it."""
     engine, plan, request = c.engines[e], c.plan[0], c.requests[r]
-    hits, restored = found
+    hits, restored, pulled = found
     width = c.totals[0].block_tokens
     ready_s = share(c, e, r, hits)
-    request.computed = request.tokens - 1 if request.carried else (hits + restored) * width
+    request.computed = request.tokens - 1 if request.carried else (hits + restored + pulled) * width
     if request.cached < 0:
         note_first_scheduled(c, e, r, now_s)
     elif not request.carried:
         c.totals[0].lost_tokens -= request.computed
     request.carried = 0
-    if restored > 0:
+    if restored + pulled > 0:
         grow(c, e, r, request.computed)
         publish(c, e, r)
+    if restored > 0:
         engine.link_free_s = max(engine.link_free_s, now_s) + restored * engine.restore_s
         ready_s = max(ready_s, engine.link_free_s)
         for place in range(hits, hits + restored):
             c.blocks[c.tables[r, place]].ready_s = engine.link_free_s
         engine.restored_tokens += restored * width
         c.totals[0].restored_tokens += restored * width
+    if pulled > 0:
+        ready_s = max(ready_s, _pull(c, e, r, (hits + restored, pulled), now_s))
     request.ready_s = ready_s
     if ready_s > now_s:
         plan.sleeping += 1
@@ -251,6 +256,40 @@ def _tier_hits(c: Cluster, e: int, r: int, hits: int) -> int:
         tier_touch(c, e, block)
         place += 1
     return place - hits
+
+
+@compiled
+def _peer_hits(c: Cluster, r: int, have: int) -> int:
+    """How many blocks after the first `have` the request's source holds now, in either memory."""
+    request = c.requests[r]
+    source = request.source
+    limit = (request.tokens - 1) // c.totals[0].block_tokens
+    place = have
+    while place < limit:
+        key = key_of(c, r, place)
+        if find(c, source, key) < 0:
+            block = tier_find(c, source, key) if c.engines[source].tier_count else -1
+            if block < 0:
+                break
+            tier_touch(c, source, block)
+        place += 1
+    return place - have
+
+
+@compiled
+def _pull(c: Cluster, e: int, r: int, found: tuple[int, int], now_s: float) -> float:
+    """Fetch blocks from the request's source, after what uses either engine's link already. When they are here."""
+    engine, there = c.engines[e], c.engines[c.requests[r].source]
+    have, pulled = found
+    block_s = max(engine.peer_block_s, there.peer_block_s)
+    done_s = max(now_s, engine.peer_free_s, there.peer_free_s) + pulled * block_s
+    engine.peer_free_s = there.peer_free_s = done_s
+    for place in range(have, have + pulled):
+        c.blocks[c.tables[r, place]].ready_s = done_s
+    tokens = pulled * c.totals[0].block_tokens
+    engine.pulled_tokens += tokens
+    c.totals[0].pulled_tokens += tokens
+    return float(done_s)
 
 
 @compiled

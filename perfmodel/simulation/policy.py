@@ -46,8 +46,12 @@ class Policy(Protocol):
     reads_blocks: bool
     """Whether it wants `Ask.blocks`."""
 
-    def pick(self, ask: Ask, now_s: float) -> int | None:
-        """The index of an engine of the fleet; None refuses the request."""
+    def pick(self, ask: Ask, now_s: float) -> int | tuple[int, int] | None:
+        """The index of an engine of the fleet; None refuses the request.
+
+        Two: where it goes, and whence that engine fetches the blocks of the prompt that it lacks and the other one
+        holds. Without a link between them (`PolicyEngine.peer_bytes_per_s`) nothing is fetched.
+        """
         ...
 
     def first_token(self, serial: int, now_s: float) -> None:
@@ -112,7 +116,8 @@ class PolicyEngine:
 
     Prefill of u uncached tokens after c cached takes about `prefill_overhead_s + u / prefill_tok_per_s +
     prefill_s_per_token2 * u * (c + u / 2)`; a decode step with n running `decode_s_per_token + (n - 1) *
-    decode_s_per_running`.
+    decode_s_per_running`. Its KV comes back from the lower tier at `restore_bytes_per_s`, and from another engine at
+    the slower of both `peer_bytes_per_s`; None: there is no such tier or link.
     """
 
     name: str
@@ -125,6 +130,9 @@ class PolicyEngine:
     prefill_s_per_token2: float
     decode_s_per_token: float
     decode_s_per_running: float
+    kv_bytes_per_token: float = 0.0
+    restore_bytes_per_s: float | None = None
+    peer_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

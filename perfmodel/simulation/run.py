@@ -1,8 +1,8 @@
 """A cluster of engines under a trace and a routing policy, from first arrival to last token.
 
-Owns: describing the engines, hidden differences between them, feeding arrivals (open loop, or sessions in closed loop),
-asking and telling the policy, and the result. Does not own: what happens inside (`cluster` and below), policies, or
-files. Same engines, workload, policy and seed: the same result, bit for bit.
+Owns: feeding arrivals (open loop, or sessions in closed loop),
+asking and telling the policy, and the result. Does not own: the engines (`fleet`), what happens inside (`cluster` and
+below), policies, or files. Same engines, workload, policy and seed: the same result, bit for bit.
 
 Memory does not grow with time: arrivals come in windows, live requests use their records again, durations go to
 sketches. A percentile is within `sketch.RELATIVE_ERROR_RATIO` of the exact one.
@@ -13,7 +13,7 @@ prompts only); clients never hang up; engines never fail; a hand-over looks for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from operator import index
 from typing import NoReturn
@@ -24,110 +24,19 @@ from perfmodel.errors import ConfigError
 from perfmodel.simulation.arrivals import ClosedArrivals, ClosedLoop, OpenArrivals, OpenLoop, arrivals_of
 from perfmodel.simulation.cluster import LOG_FULL, NO_RECORD, advance, invariants_hold, submit
 from perfmodel.simulation.compiling import address_book
+from perfmodel.simulation.fleet import DEFAULT_BLOCK_TOKENS, EngineSpec, cluster_of, one_by_one, policy_engine
 from perfmodel.simulation.hearing import DEFAULT_EVENT_DELAY_S, Hearing, metrics_every_s, wants_kv_events
-from perfmodel.simulation.policy import Ask, Policy, PolicyEngine, PolicyFactory, PolicyFleet, Usage
+from perfmodel.simulation.policy import Ask, Policy, PolicyFactory, PolicyFleet, Usage
 from perfmodel.simulation.sketch import cumulative, percentile_s
 from perfmodel.simulation.state import (
-    BOTH,
-    DECODE,
     END_TO_END,
     FIRST_TOKEN,
-    PREFILL,
     TPOT,
     TTFT,
     Cluster,
-    EngineRecord,
-    Settings,
-    Steps,
-    cluster,
-    engine_bytes,
     roomier,
 )
 from perfmodel.traces.trace import Trace
-
-__all__ = [
-    "ClosedLoop", "Durations", "EngineResult", "EngineSpec", "GrowingQueue", "HandOver", "LowerTier", "OpenLoop",
-    "PolicyFactory", "Replay", "SimOptions", "SimResult", "Timeline", "growing_queue", "memory_bytes", "simulate",
-]  # fmt: skip
-
-# Block of a trace without block ids: vLLM's default. Nothing is shared then, so it only rounds KV room.
-DEFAULT_BLOCK_TOKENS = 16
-
-# Probes of a step table for the nominal speed that a policy is told: vLLM's default token budget of an online server,
-# and a lightly loaded engine's batch and context (the same as `step_time.engine_speed`).
-_PROBE_TOKENS, _PROBE_COUNT, _PROBE_CONTEXT_TOKENS = 8192, 8, 2048
-
-_ROLES = {"both": BOTH, "prefill": PREFILL, "decode": DECODE}
-
-
-@dataclass(frozen=True, slots=True)
-class LowerTier:
-    """A second memory of one engine: it takes evicted blocks and gives them back over one link, one after the other."""
-
-    capacity_bytes: float
-    restore_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("capacity_bytes", "restore_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"tier: {name} is {getattr(self, name)}; expected above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """How a prefill engine's KV reaches a decode engine: bytes over the sender's link, one after the other.
-
-    With `layer_count` layers sent as they are computed, all but one layer's share runs beside the prefill; 1 sends
-    everything after it.
-    """
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-    layer_count: int = 1
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ConfigError(f"transfer: bytes_per_s is {self.bytes_per_s}; expected above 0")
-        if self.layer_count < 1 or self.latency_s < 0:
-            raise ConfigError("transfer: expected a layer_count of at least 1 and a latency_s of 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """`count` equal engines. `steps` has their nominal step times; `slow_ratio` multiplies them where no policy sees.
-
-    Raises ConfigError for a count or limit below 1, an unknown role and a ratio that is not above 0.
-    """
-
-    pool: str
-    steps: Steps
-    kv_capacity_tokens: int
-    kv_bytes_per_token: float
-    count: int = 1
-    role: str = "both"
-    max_batched_tokens: int = 8192
-    max_sequence_count: int = 256
-    accelerator: str = ""
-    zone: str = ""
-    slow_ratio: float = 1.0
-    tier: LowerTier | None = None
-    hand_over: HandOver | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("count", "max_batched_tokens", "max_sequence_count"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engines of pool {self.pool}: {name} is {getattr(self, name)}; expected at least 1")
-        if self.role not in _ROLES:
-            raise ConfigError(
-                f"engines of pool {self.pool}: role is {self.role!r}; expected one of {', '.join(_ROLES)}"
-            )
-        if not 0.001 <= self.slow_ratio <= 1000:  # beyond, times leave what a clock can count
-            raise ConfigError(f"engines of pool {self.pool}: slow_ratio is {self.slow_ratio}; expected 0.001 to 1000")
-        if len(self.steps.by_token_s) <= self.max_batched_tokens:
-            raise ConfigError(
-                f"engines of pool {self.pool}: max_batched_tokens is {self.max_batched_tokens}; their step table ends "
-                f"at {len(self.steps.by_token_s) - 1}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +117,7 @@ class SimResult:
     end_to_end: Durations
     prefix_hit_ratio: float | None
     restored_ratio: float | None
+    pulled_ratio: float | None
     output_tok_per_s: float
     goodput_ratio: float | None
     sim_s: float
@@ -290,14 +200,14 @@ class Replay:
         policy: PolicyFactory,
         options: SimOptions,
     ) -> None:
-        self._specs = _one_by_one(engines)
+        self._specs = one_by_one(engines)
         self._options = options
         self._source: OpenArrivals | ClosedArrivals = arrivals_of(workload)
         block_tokens = self._source.block_tokens
         self._routable = [at for at, spec in enumerate(self._specs) if spec.role != "decode"]
         fleet = PolicyFleet(
             options.model,
-            tuple(_policy_engine(self._specs[at], at) for at in self._routable),
+            tuple(policy_engine(self._specs[at], at) for at in self._routable),
             block_tokens or DEFAULT_BLOCK_TOKENS,
             options.seed,
             options.slo_ttft_s,
@@ -309,7 +219,7 @@ class Replay:
             told = wants_kv_events(self._policy), metrics_every_s(self._policy)
         except Exception as fault:  # a plug-in's code: anything can be wrong with it
             self._policy_failed("its making", fault)
-        self.cluster: Cluster = _cluster(self._specs, block_tokens, (hears, *told), options)
+        self.cluster: Cluster = cluster_of(self._specs, block_tokens, (hears, *told), options)
         self._hears = hears
         self._hearing = (
             Hearing(self._policy, self._routable, len(self._specs), options.event_delay_s) if any(told) else None
@@ -354,19 +264,20 @@ class Replay:
             if picked is None:
                 self.refused_by_policy_count += 1
                 return
-            place = index(picked)
+            places = [index(each) for each in (picked if isinstance(picked, tuple) else (picked,))]
         except Exception as fault:
             self._policy_failed("pick", fault)
-        if not 0 <= place < len(self._routable):
+        if not 1 <= len(places) <= 2 or any(not 0 <= place < len(self._routable) for place in places):
             raise ConfigError(
                 f"{self._policy_words} picked engine {picked}; expected 0 to {len(self._routable) - 1}, or None to "
                 "refuse the request"
             )
-        engine = self._routable[place]
-        taken = submit(self.book, part.book, row, engine, now_s)
+        engines = [self._routable[place] for place in places]
+        pair = (engines[0], engines[1] if len(engines) > 1 else -1)
+        taken = submit(self.book, part.book, row, pair, now_s)
         if taken == NO_RECORD:
             self._grow(requests=2 * len(self.cluster.requests))
-            taken = submit(self.book, part.book, row, engine, now_s)
+            taken = submit(self.book, part.book, row, pair, now_s)
         if taken < 0 and self._hears:
             self._tell_finished(serial, Usage(0, part.prompt[row], 0), now_s)
 
@@ -447,6 +358,7 @@ class Replay:
             end_to_end=_durations(c, END_TO_END, float(totals.end_to_end_sum_s), int(totals.completed)),
             prefix_hit_ratio=_ratio(totals.hit_tokens, totals.prompt_tokens),
             restored_ratio=_ratio(totals.restored_tokens, totals.prompt_tokens),
+            pulled_ratio=_ratio(totals.pulled_tokens, totals.prompt_tokens),
             output_tok_per_s=float(totals.output_tokens) / sim_s if sim_s else 0.0,
             goodput_ratio=_ratio(totals.good, offered),
             sim_s=sim_s,
@@ -461,106 +373,8 @@ class Replay:
         )
 
 
-def memory_bytes(engines: Sequence[EngineSpec], block_tokens: int) -> float:
-    """What the records of these engines' KV blocks and places take; a trace's width of blocks decides (0: unknown)."""
-    return sum(
-        spec.count * engine_bytes(_record(spec, 0, block_tokens or DEFAULT_BLOCK_TOKENS, _AS_NOMINAL))
-        for spec in engines
-    )
-
-
-# Speed and noise of an engine whose hidden ones do not matter.
-_AS_NOMINAL = (1.0, 0.0)
-
-
 def _silent(_: int) -> None:
     """No progress is shown."""
-
-
-def _one_by_one(engines: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
-    """One spec an engine. Raises ConfigError where no request could be served."""
-    single = tuple(replace(spec, count=1) for spec in engines for _ in range(spec.count))
-    if not any(spec.role != "decode" for spec in single):
-        raise ConfigError("no engine computes prompts; expected at least one of role both or prefill")
-    prefills = [spec for spec in single if spec.role == "prefill"]
-    if prefills and not any(spec.role == "decode" for spec in single):
-        raise ConfigError("there are prefill engines and no decode engine; expected both")
-    for spec in prefills:
-        if spec.hand_over is None:
-            raise ConfigError(f"prefill engines of pool {spec.pool} have no transfer bandwidth; expected bytes_per_s")
-    return single
-
-
-def _cluster(
-    specs: Sequence[EngineSpec], block_tokens: int, told: tuple[bool, bool, float], options: SimOptions
-) -> Cluster:
-    """`told`: whether the policy hears, whether it hears of blocks, seconds between its readings of the metrics."""
-    width = block_tokens or DEFAULT_BLOCK_TOKENS
-    dice = np.random.default_rng(options.seed)
-    hidden = np.exp(options.engine_spread_ratio * dice.standard_normal(len(specs)))
-    tables: list[Steps] = []
-    records = []
-    for spec, slow_ratio in zip(specs, hidden.tolist(), strict=True):
-        kind = next((at for at, table in enumerate(tables) if table is spec.steps), len(tables))
-        if kind == len(tables):
-            tables.append(spec.steps)
-        records.append(_record(spec, kind, width, (spec.slow_ratio * slow_ratio, options.step_noise_ratio)))
-    settings = Settings(
-        block_tokens=width,
-        caching=block_tokens > 0,
-        hears=told[0],
-        tells_blocks=told[1],
-        metrics_every_s=told[2],
-        slo_ttft_s=options.slo_ttft_s,
-        slo_tpot_s=options.slo_tpot_s,
-        prompt_blocks=0,
-        sequence_blocks=0,
-        seed=options.seed,
-    )
-    return cluster(records, tables, settings)
-
-
-def _record(spec: EngineSpec, kind: int, width: int, hidden: tuple[float, float]) -> EngineRecord:
-    block_bytes = spec.kv_bytes_per_token * width
-    tier, hand_over = spec.tier, spec.hand_over
-    return EngineRecord(
-        kind_index=kind,
-        role_index=_ROLES[spec.role],
-        block_count=spec.kv_capacity_tokens // width,
-        batch_limit_tokens=spec.max_batched_tokens,
-        sequence_limit_count=spec.max_sequence_count,
-        slow_ratio=hidden[0],
-        noise_ratio=hidden[1],
-        tier_block_count=int(tier.capacity_bytes // block_bytes) if tier else 0,
-        restore_s=block_bytes / tier.restore_bytes_per_s if tier else 0.0,
-        transfer_s=hand_over.latency_s if hand_over else 0.0,
-        transfer_block_s=block_bytes / hand_over.bytes_per_s if hand_over else 0.0,
-        layer_share_ratio=1 / hand_over.layer_count if hand_over else 1.0,
-    )
-
-
-def _policy_engine(spec: EngineSpec, number: int) -> PolicyEngine:
-    """The nominal speed of an engine, read off its step table."""
-    steps = spec.steps
-    probe = min(_PROBE_TOKENS, spec.max_batched_tokens)
-    fixed_s = float(steps.by_token_s[1]) + steps.sequence_s
-    decode_context_s = _PROBE_COUNT * _PROBE_CONTEXT_TOKENS * steps.decode_context_s
-    few = min(_PROBE_COUNT, spec.max_batched_tokens)
-    slope_s = (float(steps.by_token_s[probe]) - float(steps.by_token_s[1])) / max(1, probe - 1)
-    one_more_s = (float(steps.by_token_s[few]) - float(steps.by_token_s[1])) / max(1, few - 1) + steps.sequence_s
-    running_s = one_more_s + _PROBE_CONTEXT_TOKENS * steps.decode_context_s
-    return PolicyEngine(
-        name=f"{spec.pool}-{number}",
-        pool=spec.pool,
-        accelerator=spec.accelerator,
-        zone=spec.zone,
-        kv_capacity_tokens=spec.kv_capacity_tokens,
-        prefill_tok_per_s=1 / slope_s if slope_s > 0 else 1e9,
-        prefill_overhead_s=fixed_s,
-        prefill_s_per_token2=steps.prefill_pair_s,
-        decode_s_per_token=float(steps.by_token_s[few]) + _PROBE_COUNT * steps.sequence_s + decode_context_s,
-        decode_s_per_running=running_s,
-    )
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -58,6 +58,7 @@ ENGINE = np.dtype(
         "start_s", "first_s", "slope_s",  # the run: its start, its first step's seconds, what each next one adds
         "link_free_s",  # when the link to the lower tier has moved all that was asked
         "restore_s",  # seconds to bring one block back from the lower tier
+        "peer_free_s", "peer_block_s",  # of the link to other engines: free again; seconds a block (0: no link)
         "transfer_s", "transfer_block_s",  # of a hand-over to a decode engine: fixed, and for each block
         "layer_share",  # part of a hand-over that cannot overlap the prefill (1: all of it)
         "busy_s",
@@ -69,7 +70,7 @@ ENGINE = np.dtype(
         "running_count", "waiting_head", "waiting_tail", "waiting_count", "incoming_count",
         "dice_a", "dice_b",
         "step_count", "routed_count", "preempted_count", "prefill_tokens", "decode_tokens", "prompt_tokens",
-        "hit_tokens", "restored_tokens",
+        "hit_tokens", "restored_tokens", "pulled_tokens",
     )]
 )  # fmt: skip
 """One engine."""
@@ -78,12 +79,13 @@ REQUEST = np.dtype(
     [(name, _REAL) for name in ("arrival_s", "scheduled_s", "first_s", "ready_s")]
     + [(name, _INT) for name in (
         "serial", "engine", "prompt", "output", "tokens", "computed", "refill", "cached", "stored", "block_count",
-        "key_count", "preempted", "queue_next", "watched", "carried", "row",
+        "key_count", "preempted", "queue_next", "watched", "carried", "row", "source",
     )]
 )  # fmt: skip
 """One live request. `tokens` are known (prompt and answer so far), `computed` of them have KV; tokens below `refill`
 count as prefill; `cached` is -1 until it first runs; `stored` blocks are published; a `carried` prompt's KV comes from
-a prefill engine; `watched`: its end is told even to a policy that does not listen.
+a prefill engine; `source`: an engine to fetch blocks from (-1: none); `watched`: its end is told even to a policy
+that does not listen.
 """
 
 BLOCK = np.dtype(
@@ -118,7 +120,8 @@ TOTALS = np.dtype(
         "block_tokens", "caching", "hears", "request_free", "live", "transfer_count", "event_count", "watched_ended",
         "tells_blocks", "kv_count", "kv_room", "sampled_tick",
         "decode_blocks_max", "offered", "completed", "refused", "good", "prompt_tokens", "hit_tokens",
-        "restored_tokens", "output_tokens", "lost_tokens", "preempted", "transfers", "ttft_count", "tpot_count",
+        "restored_tokens", "pulled_tokens", "output_tokens", "lost_tokens", "preempted", "transfers", "ttft_count",
+        "tpot_count",
     )] + [(name, _REAL) for name in (
         "slo_ttft_s", "slo_tpot_s", "ttft_sum_s", "tpot_sum_s", "end_to_end_sum_s", "bin_s", "last_s",
         "clock_s", "metrics_every_s",
@@ -208,6 +211,7 @@ class EngineRecord:
     transfer_s: float = 0.0
     transfer_block_s: float = 0.0
     layer_share_ratio: float = 1.0
+    peer_block_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +332,7 @@ def _fill_engines(made: Cluster, engines: Sequence[EngineRecord], seed: int) -> 
         row.slow_ratio, row.noise_ratio = engine.slow_ratio, engine.noise_ratio
         row.restore_s, row.transfer_s = engine.restore_s, engine.transfer_s
         row.transfer_block_s, row.layer_share = engine.transfer_block_s, engine.layer_share_ratio
+        row.peer_block_s = engine.peer_block_s
         row.dice_a, row.dice_b = int(dice[number, 0]), int(dice[number, 1])
         row.waiting_head = row.waiting_tail = -1
         count = engine.block_count

@@ -46,8 +46,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}\Z")
 _FILE_MAX_BYTES = 8 * 1024 * 1024
 
 _FIELDS = frozenset(
-    "id url models model kind role pool zone region accelerator api_key_env tls kv_events drain speed".split()
+    "id url models model kind role pool zone region accelerator api_key_env tls kv_events drain speed bootstrap_port "
+    "kv_bytes_per_token kv_link_bytes_per_s".split()
 )
+# The largest KV caches have some MB per token (multi-head attention of 175 B parameters: 4.7 MB in 16 bits).
+_KV_MAX_BYTES_PER_TOKEN = 64 * 1024 * 1024
 _TLS_FIELDS = frozenset({"ca", "verify", "server_name"})
 _SPEED_FIELDS = frozenset(
     {
@@ -122,6 +125,15 @@ class _Entry:
             self.bad(name, expected)
         return float(value)
 
+    def whole(self, name: str, most: int) -> int | None:
+        """A whole number from 1 to `most`; None where it is not named."""
+        if not self.has(name):
+            return None
+        value = self._content[name]
+        if type(value) is not int or not 1 <= value <= most:
+            self.bad(name, f"a whole number from 1 to {most}")
+        return value
+
 
 def _show(value: object) -> str:
     text = repr(value)
@@ -182,6 +194,11 @@ def _endpoint(where: str, content: object) -> Endpoint:
         drain=named.flag("drain", default=False),
         speed=_speed(named, where),
         incarnation=blake2b(f"{url}\n{kind}".encode(), digest_size=8).hexdigest(),
+        bootstrap_port=named.whole("bootstrap_port", 65_535),
+        kv_bytes_per_token=named.whole("kv_bytes_per_token", _KV_MAX_BYTES_PER_TOKEN),
+        kv_link_bytes_per_s=(
+            named.number("kv_link_bytes_per_s", above_zero=True) if named.has("kv_link_bytes_per_s") else None
+        ),
     )
 
 

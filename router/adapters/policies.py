@@ -57,6 +57,10 @@ class FleetEngine(Speed, Protocol):
     def accelerator(self) -> str: ...
     @property
     def zone(self) -> str: ...
+    @property
+    def kv_bytes_per_token(self) -> float: ...
+    @property
+    def peer_bytes_per_s(self) -> float | None: ...
 
 
 class Fleet(Protocol):
@@ -169,4 +173,7 @@ def _endpoint(engine: FleetEngine, model: str) -> Endpoint:
         zone=engine.zone,
         accelerator=engine.accelerator,
         speed=speed,
+        kv_bytes_per_token=max(1, round(engine.kv_bytes_per_token)),
+        kv_link_bytes_per_s=engine.peer_bytes_per_s,
+        pulls_kv=engine.peer_bytes_per_s is not None,
     )

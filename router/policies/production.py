@@ -58,7 +58,7 @@ class ProductionRouter:
         self._dice = dice
         self._tickets: dict[int, Ticket] = {}
 
-    def pick(self, ask: Asked, now_s: float) -> int | None:
+    def pick(self, ask: Asked, now_s: float) -> int | tuple[int, int] | None:
         """The router's choice; None where it has none."""
         chain = Chain(ask.blocks, ask.input_tokens * BYTES_PER_TOKEN)
         request = RouteRequest(ask.model, chain, ask.input_tokens, ask.output_limit_tokens)
@@ -66,7 +66,10 @@ class ProductionRouter:
         if not isinstance(decision, RouteDecision):
             return None
         self._tickets[ask.serial] = decision.ticket
-        return self._index[decision.endpoint.endpoint_id]
+        picked = self._index[decision.endpoint.endpoint_id]
+        if decision.pull_from is None:
+            return picked
+        return picked, self._index[decision.pull_from.endpoint_id]
 
     def first_token(self, serial: int, now_s: float) -> None:
         """The prefill is done."""

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from perfmodel.simulation.run import EngineSpec, OpenLoop, simulate
+from perfmodel.simulation.arrivals import OpenLoop
+from perfmodel.simulation.fleet import EngineSpec
+from perfmodel.simulation.run import simulate
 from perfmodel.traces.copies import Copies
 from perfmodel.traces.trace import Trace, trace_of
 

@@ -23,6 +23,7 @@ MODULES = (
     "state",
     "blocks",
     "record",
+    "fleet",
     "engine",
     "cluster",
     "arrivals",
@@ -42,7 +43,7 @@ class Fault:
     text: str
     by: str
     engines: str = "any"
-    """`tier`: only engines with a lower tier can show it."""
+    """`tier`: only engines with a lower tier can show it; `linked`: only engines that fetch from one another."""
 
 
 @contextmanager

@@ -24,6 +24,8 @@ class Engine:
     prefill_s_per_token2: float = 0.0
     decode_s_per_token: float = 0.02
     decode_s_per_running: float = 0.0
+    kv_bytes_per_token: float = 1_000.0
+    peer_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

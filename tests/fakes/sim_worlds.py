@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from perfmodel.scheduler import EngineConfig, EngineCore
+from perfmodel.simulation.fleet import HandOver, LowerTier
 from perfmodel.simulation.policy import Ask, EngineSample, KvTier, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
 from perfmodel.traces.trace import Trace, trace_of
@@ -31,6 +32,7 @@ TABLE = StepTable(
 
 # A token of KV is a byte in these worlds: a block of four comes back in as long as a few steps take.
 TIER_BYTES_PER_S = 100.0
+LINK_BYTES_PER_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,16 @@ class World:
     tier_blocks: int = 0
     prefill_engines: int = 0
     noise_ratio: float = 0.0
+    linked: bool = False
+    """Engines fetch from the next one what they lack."""
 
     def prompt_tokens(self, number: int) -> int:
         request = self.requests[number]
         return max(1, len(request.choices) * self.block_tokens + request.tail_tokens % self.block_tokens)
+
+    def answer(self, picked: int, engine_count: int) -> int | tuple[int, int]:
+        """What a policy says that has picked this one."""
+        return (picked, (picked + 1) % engine_count) if self.linked else picked
 
     def trace(self) -> Trace:
         ids: dict[tuple[int, ...], int] = {}
@@ -86,10 +94,12 @@ class World:
             "max_sequence_count": self.max_sequence_count,
         }
         if self.tier_blocks:
-            made["tier"] = simulation.LowerTier(self.tier_blocks * self.block_tokens, TIER_BYTES_PER_S)
+            made["tier"] = LowerTier(self.tier_blocks * self.block_tokens, TIER_BYTES_PER_S)
+        if self.linked:
+            made["peer_bytes_per_s"] = LINK_BYTES_PER_S
         if not self.prefill_engines:
             return [simulation.EngineSpec("p", count=self.engine_count, **made)]
-        link = simulation.HandOver(400.0, 0.003)
+        link = HandOver(400.0, 0.003)
         return [
             simulation.EngineSpec("p", count=self.prefill_engines, role="prefill", hand_over=link, **made),
             simulation.EngineSpec("d", count=self.engine_count, role="decode", **made),
@@ -147,9 +157,9 @@ def play(simulation: ModuleType, world: World, seed: int = 1) -> Played:
             place = int(np.flatnonzero((records.serial == serial) & (records.first_s == now_s))[0])
             scheduled_s[serial] = float(records[place].scheduled_s)
 
-        def pick(self, ask: Ask, now_s: float) -> int:
+        def pick(self, ask: Ask, now_s: float) -> Any:
             sound.append(replay.blocks_add_up())
-            return super().pick(ask, now_s)
+            return world.answer(super().pick(ask, now_s), len(self.fleet.engines))
 
     def factory(fleet: PolicyFleet) -> Watch:
         watches.append(Looking(fleet))
@@ -190,6 +200,7 @@ def check(simulation: ModuleType, world: World) -> None:
     assert computed == owed + result.lost_tokens, "every token is computed or found, once more if it was lost"
     if not result.preemption_count:
         assert (result.restored_ratio or 0.0) <= (result.prefix_hit_ratio or 0.0), "what is restored is a hit"
+        assert (result.pulled_ratio or 0.0) <= (result.prefix_hit_ratio or 0.0), "what is fetched is a hit"
     for engine in played.replay.cluster.engines:
         assert engine.free_count == engine.block_count, "nothing is held when all is done"
     again = play(simulation, world)
@@ -228,14 +239,14 @@ def check_told(simulation: ModuleType, world: World, room: int | None = None) ->
     picked: list[int] = []
 
     class Comparing(Mirror):
-        def pick(self, ask: Ask, now_s: float) -> int:
+        def pick(self, ask: Ask, now_s: float) -> Any:
             fresh = now_s not in self.arrived_s.values()  # a sample has nobody who came at its own instant
             for number, at in enumerate(replay._routable):
                 self.compare_blocks(number, replay.cluster, at)
                 if fresh:
                     self.compare_sample(number, replay.cluster, at)
             picked.append(ask.serial)
-            return super().pick(ask, now_s)
+            return world.answer(super().pick(ask, now_s), len(self.fleet.engines))
 
         def compare_blocks(self, number: int, cluster: Any, at: int) -> None:
             row = cluster.engines[at]

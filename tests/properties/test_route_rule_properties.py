@@ -111,7 +111,7 @@ def row(router: Router, site: Any, load: Load, request: RouteRequest, now_s: flo
     resident = site.holdings.held_bytes / site.bytes_per_token
     new_tokens = work.input_tokens - cached + work.output_tokens
     evicted_s = eviction_s(speed, resident, new_tokens, router._config.kv_reuse_ratio)
-    return with_total(site.endpoint, cached, (queue_s, own_s, decode_s, site.hop_s, slowdown_s, evicted_s, 0.0))
+    return with_total(site.endpoint, cached, (queue_s, own_s, decode_s, site.hop_s, slowdown_s, evicted_s, 0.0, 0.0))
 
 
 def with_total(endpoint: Any, cached: int, terms: tuple[float, ...]) -> Row:

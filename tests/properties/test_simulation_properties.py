@@ -68,6 +68,18 @@ def clusters(fewest: int) -> st.SearchStrategy[World]:
         tier_blocks=st.sampled_from([0, 0, 3, 20]),
         prefill_engines=st.sampled_from([0, 0, 1, 2]),
         noise_ratio=st.sampled_from([0.0, 0.2]),
+        linked=st.booleans(),
+    )
+
+
+def linked(fewest: int) -> st.SearchStrategy[World]:
+    return st.builds(
+        World,
+        requests=requests(fewest),
+        block_count=st.integers(6, 14),
+        engine_count=st.just(2),
+        tier_blocks=st.sampled_from([0, 20]),
+        linked=st.just(True),
     )
 
 
@@ -111,10 +123,12 @@ FAULTS = [
           "if made >= max(1, request.output - 1):"),
     Fault("the newest free block is evicted first", "blocks", "        block = c.engines[e].free_head\n",
           "        block = c.engines[e].free_tail\n"),
-    Fault("hidden speeds are not seeded", "run", "dice = np.random.default_rng(options.seed)\n    hidden",
+    Fault("hidden speeds are not seeded", "fleet", "dice = np.random.default_rng(world.seed)\n    hidden",
           "dice = np.random.default_rng()\n    hidden"),
-    Fault("restored tokens are computed as well", "engine", "else (hits + restored) * width",
-          "else hits * width", engines="tier"),
+    Fault("restored tokens are computed as well", "engine", "else (hits + restored + pulled) * width",
+          "else (hits + pulled) * width", engines="tier"),
+    Fault("fetched tokens are computed as well", "engine", "else (hits + restored + pulled) * width",
+          "else (hits + restored) * width", engines="linked"),
     Fault("the link restores two at once", "engine", "max(engine.link_free_s, now_s) + restored",
           "now_s + restored", engines="tier"),
     Fault("a hand-over computes the prompt again", "engine",
@@ -135,7 +149,7 @@ def check_all(simulation: ModuleType, world: World) -> None:
 def test_a_planted_fault_is_caught(fault: Fault) -> None:
     with plain_simulation(fault) as simulation:
 
-        @given(tiered(7) if fault.engines == "tier" else st.one_of(singles(5), clusters(5)))
+        @given({"tier": tiered(7), "linked": linked(7), "any": st.one_of(singles(5), clusters(5))}[fault.engines])
         @settings(
             max_examples=600, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
             report_multiple_bugs=False,

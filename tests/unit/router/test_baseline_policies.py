@@ -379,7 +379,7 @@ class TestMooncake:
         policy.stored(0, (*HELD, *queued.blocks[:5]), "device", 0.0)
         assert policy.pick(queued, 0.0) == 0, "80 tokens less than on the other"
         # 9.99 or 11.99 s behind which 883 tokens take 0.09 s, or 11.99 s at once
-        estimates = [ttft_s for ttft_s, _ in policy.estimates_s(step(1))]
+        estimates = [ttft_s for ttft_s, _, _ in policy.estimates_s(step(1))]
         assert estimates == pytest.approx([(queued_tokens - 80 + 883) / 10_000, 11.9875])
         assert (policy.pick(step(1), 1.0) == 0) is stays
         policy.first_token(0, 2.0)
@@ -389,6 +389,18 @@ class TestMooncake:
         policy = policies.mooncake(fleet(2))
         policy.stored(1, HELD, "lower", 0.0)
         assert policy.pick(step(0), 0.0) == 1
+
+    @pytest.mark.parametrize(("ratio", "held", "fetched"), [(2.0, 1, True), (2.0, len(HELD), False), (1e9, 1, False)])
+    def test_it_fetches_where_another_holds_many_times_the_prefix(self, ratio: float, held: int, fetched: bool) -> None:
+        linked = tuple(replace(each, peer_bytes_per_s=1e8) for each in fleet(2).engines)
+        policy = policies.mooncake(Fleet(linked), replace(policies.MOONCAKE, balancing_ratio=ratio))
+        policy.stored(0, HELD, "device", 0.0)
+        policy.stored(1, HELD[:held], "device", 0.0)
+        policy.pick(Ask(0, input_tokens=100_000, blocks=tuple(HELD)), 0.0)  # 16 blocks a thousand bytes each
+        ttft_s, own_s, source = policy.estimates_s(step(1))[1]
+        assert (source == 0) is fetched
+        if fetched:
+            assert ttft_s - own_s == pytest.approx((len(HELD) - held) * 16 * 1_000 / 1e8)
 
     def test_it_refuses_only_when_told_when(self) -> None:
         settings = replace(policies.MOONCAKE, reject_above_s=5.0)

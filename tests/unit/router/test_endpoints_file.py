@@ -27,6 +27,9 @@ FULL = """
   kv_events: tcp://engine-a:5557
   drain: true
   speed: {prefill_tok_per_s: 12000, decode_s_per_token: 0.02, kv_capacity_tokens: 500000}
+  bootstrap_port: 8998
+  kv_bytes_per_token: 327680
+  kv_link_bytes_per_s: 1.0e+10
 - {id: b, url: "http://10.0.0.1:8000", model: llama}
 """
 
@@ -57,6 +60,9 @@ def test_every_field_is_read() -> None:
         drain=True,
         speed=EngineSpeed(12_000.0, 0.0, 0.02, 500_000),
         incarnation=first.incarnation,
+        bootstrap_port=8998,
+        kv_bytes_per_token=327_680,
+        kv_link_bytes_per_s=1e10,
     )
     assert (second.models, second.kind, second.pool, second.speed) == (frozenset({"llama"}), "openai", "default", None)
 
@@ -118,6 +124,10 @@ def test_another_url_or_kind_is_another_incarnation_and_nothing_else_is() -> Non
             entry(speed={"prefill_tok_per_s": True, "decode_s_per_token": 1}),
             "field speed, field prefill_tok_per_s: True is not a number above 0.",
         ),
+        (entry(bootstrap_port=70_000), "field bootstrap_port: 70000 is not a whole number from 1 to 65535."),
+        (entry(bootstrap_port=True), "field bootstrap_port: True is not a whole number from 1 to 65535."),
+        (entry(kv_bytes_per_token=1.5), "field kv_bytes_per_token: 1.5 is not a whole number from 1 to 67108864."),
+        (entry(kv_link_bytes_per_s=0), "field kv_link_bytes_per_s: 0 is not a number above 0."),
         (entry(weight=3), "engines.yaml, entry 1 has an unknown field 'weight'; the fields are accelerator, "),
         (
             '[{"id":"a","url":"http://a"},{"id":"a","url":"http://b"}]',
