@@ -30,7 +30,7 @@ from controlplane.adapters.admin_reconcile import RedisReconciles
 from controlplane.adapters.catalog_sql import CatalogStore
 from controlplane.adapters.decisions_redis import RedisDecisions
 from controlplane.adapters.engine_http import EngineClient
-from controlplane.adapters.fleet import EngineFleet, FleetDeps
+from controlplane.adapters.fleet import CACHE_SALT_KINDS, EngineFleet, FleetDeps
 from controlplane.adapters.key_feed import FeedOptions, KeyFeed, RedisAnnouncer
 from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
@@ -39,7 +39,7 @@ from controlplane.adapters.openai_http import OpenAiEdge, OpenAiRoutes, RoutesCo
 from controlplane.adapters.ops_http import OpsRoutes, Readiness
 from controlplane.adapters.spool import Spool, SpoolSettings
 from controlplane.adapters.telemetry import Telemetry
-from controlplane.config import Settings, engine_secret
+from controlplane.config import Settings, engine_secret, tokenizer_sources
 from controlplane.ports import Deadlines, ModelFacts, Ports
 from controlplane.serve import Path
 from controlplane.tenancy import Principal
@@ -47,11 +47,13 @@ from router.adapters.discovery import Discovery, EngineProbe, HealthWatch
 from router.adapters.siblings import Siblings
 from router.blocks import BlockHasher
 from router.endpoints import Endpoint, EngineSpeed, HopTable, Place
-from router.route import Router, RouterConfig
+from router.pair_route import PairingRouter
+from router.route import RouterConfig
 
 if TYPE_CHECKING:
     from perfmodel.adapters.catalog import Catalog
     from perfmodel.coefficients import Coefficients
+    from router.adapters.exact_prefixes import ExactPrefixes
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -125,7 +127,7 @@ class Gateway:
         hops = HopTable(Place(settings.zone, settings.region))
         shared = settings.workers > 1  # a node's processes tell each other what they pick
         config = RouterConfig(share=shared, hops=hops)
-        self._router = Router(config)
+        self._router = PairingRouter(config)
         self._hasher = BlockHasher(self._pepper, config.ladder)
         self._siblings = Siblings(self._router, facts.run_dir / "siblings") if shared else None
         probe = EngineProbe(engine_secret)
@@ -136,12 +138,24 @@ class Gateway:
             poll_s=settings.endpoints_poll_s,
             report=_log.warning,
         )
+        self._exact: ExactPrefixes | None = None
+        sources = tokenizer_sources(settings.tokenizers)
+        if sources:
+            # Only here: numpy and the tokenizers are 40 MB that a process does without where no events are heard.
+            from router.adapters.exact_prefixes import ExactPrefixes
+
+            self._exact = ExactPrefixes(
+                self._pepper, sources, probe,
+                salted_kinds=CACHE_SALT_KINDS, monotonic_s=self._clock.monotonic_s, report=_log.warning,
+            )  # fmt: skip
         self._health = HealthWatch(self._router.broken, self._router.health, probe)
         self._client = EngineClient()
 
     def _build_fleet(self, settings: Settings) -> EngineFleet:
         deps = FleetDeps(
             router=self._router,
+            pairs=self._router,
+            exact=self._exact,
             hasher=self._hasher,
             client=self._client,
             names=self._names,
@@ -217,6 +231,8 @@ class Gateway:
         await self._decisions.start()
         if self._siblings is not None:
             await self._siblings.start()
+        if self._exact is not None:
+            self._exact.start()
         await self._discovery.start()
         await self._health.start()
         self._ticker = asyncio.create_task(self._tick(), name="telemetry")
@@ -229,6 +245,8 @@ class Gateway:
                 await self._ticker
         await self._health.stop()
         await self._discovery.stop()
+        if self._exact is not None:
+            await self._exact.stop()
         if self._siblings is not None:
             await self._siblings.stop()
         await self._client.aclose()
@@ -258,6 +276,8 @@ class Gateway:
 
     def _set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
         self._router.set_endpoints(modelled_speeds(endpoints), time.monotonic())
+        if self._exact is not None:
+            self._exact.hear(endpoints)
         untold = {each.endpoint_id for each in endpoints if not each.models}
         now_s = time.monotonic()
         self._untold_s = {name: self._untold_s.get(name, now_s) for name in untold}
@@ -279,6 +299,7 @@ class Gateway:
                     "spool_open_count": spool.open_count,
                     "shipper_lag_s": None if shipper is None else shipper.lag_s,
                     "prefix_index_bytes": self._router.index_bytes,
+                    "kv_index_bytes": None if self._exact is None else self._exact.totals().size_bytes,
                 },
             )
 
@@ -300,7 +321,12 @@ class Gateway:
         shipper = read_status(self._settings.spool_dir)
         alive = shipper is not None and time.time_ns() - shipper.updated_ns < STATUS_STALE_S * 1e9
         engines = [
-            {"id": each.endpoint.endpoint_id, "breaker": each.breaker.value, "drain": each.endpoint.drain}
+            {
+                "id": each.endpoint.endpoint_id,
+                "breaker": each.breaker.value,
+                "drain": each.endpoint.drain,
+                "kv_events": None if self._exact is None else self._exact.state_of(each.endpoint.endpoint_id),
+            }
             for each in self._router.status(time.monotonic())
         ]
         parts = {

@@ -64,6 +64,8 @@ class Run:
     view: LimitView
     price_version: str | None
     trace: Trace
+    read: object | None = None
+    """What the fleet worked out of the prompt."""
     attempt: Attempt | None = None
     used: Cost = NOTHING
     settled: bool = False

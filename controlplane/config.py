@@ -44,6 +44,10 @@ class Settings(BaseSettings):
     region: str = ""
     """Region of this node."""
     endpoints_poll_s: float = Field(default=1.0, gt=0)
+    tokenizers: str = ""
+    """Models whose engines' KV events are heard: MODEL=FOLDER (its tokenizer and template) or MODEL=engine (its engines
+    tokenise), separated by commas; empty: the router guesses from its own requests what engines hold.
+    """
 
     connect_timeout_s: float = Field(default=2.0, gt=0)
     first_byte_timeout_s: float = Field(default=120.0, gt=0)
@@ -107,6 +111,22 @@ def _expected(name: str) -> str:
     if "ge" in bounds:
         return f"{kind} of at least {bounds['ge']}"
     return f"{kind} above {bounds['gt']}" if "gt" in bounds else kind
+
+
+def tokenizer_sources(text: str) -> dict[str, Path | None]:
+    """The folders of `Settings.tokenizers` by model; None: an engine tokenises. Raises UsageError."""
+    found: dict[str, Path | None] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        model, equals, source = part.partition("=")
+        if not equals or not model or not source:
+            raise UsageError(f"--tokenizer is {part!r}; expected MODEL=FOLDER, or MODEL=engine.")
+        if model in found:
+            raise UsageError(f"--tokenizer names {model} twice; expected each model once.")
+        folder = None if source == "engine" else Path(source)
+        if folder is not None and not (folder / "tokenizer.json").is_file():
+            raise UsageError(f"--tokenizer is {part!r}; expected a folder with a tokenizer.json, or the word engine.")
+        found[model] = folder
+    return found
 
 
 def check_range(option: str, value: float, low: float, high: float) -> None:

@@ -188,7 +188,8 @@ class Path:
 
     async def _attempts(self, run: Run) -> Fault | None:
         """Dispatch, at most twice. None: answered. A fault: the client has been sent nothing yet."""
-        target = self._p.fleet.pick(run.call, run.served, frozenset())
+        run.read = await self._p.fleet.read(run.call, run.served)
+        target = self._p.fleet.pick(run.call, run.served, frozenset(), run.read)
         if isinstance(target, NoTarget):
             return unroutable(run.call.request.model_asked, target)
         attempt = run.attempt = self._open(run, target, 1)
@@ -209,7 +210,7 @@ class Path:
 
     def _follow(self, run: Run, lost: Attempt, number: int) -> Attempt | None:
         """The next attempt, on another engine than the lost one; None when there is none to be had."""
-        target = self._p.fleet.pick(run.call, run.served, frozenset({lost.target.endpoint_id}))
+        target = self._p.fleet.pick(run.call, run.served, frozenset({lost.target.endpoint_id}), run.read)
         return None if isinstance(target, NoTarget) else self._open(run, target, number)
 
     def _open(self, run: Run, target: Target, number: int) -> Attempt | None:

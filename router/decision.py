@@ -8,6 +8,7 @@ names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,6 +16,16 @@ from typing import NamedTuple
 from router.blocks import Chain
 from router.cost import TERMS, Candidate, Unfit
 from router.endpoints import BreakerState, Endpoint, EngineSpeed, LoadView, Ticket
+
+
+class Told(NamedTuple):
+    """A prompt as the model's engines count and hold it."""
+
+    input_tokens: int
+    held_ratio: Mapping[str, float]
+    """By endpoint id, the share of the prompt that its engine's own events say it holds; those that are not in it are
+    judged by the router's history.
+    """
 
 
 class RouteRequest(NamedTuple):
@@ -29,6 +40,8 @@ class RouteRequest(NamedTuple):
     exclude: frozenset[str] = frozenset()
     streamed: bool = True
     """The caller will report the first token. False: the answer comes whole."""
+    told: Told | None = None
+    """What is known of the prompt beyond an estimate. None: nothing is."""
 
 
 class NoRouteReason(StrEnum):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, sqrt
 
-from router.blocks import BlockLadder, Chain
+from router.blocks import BlockLadder
 from router.cost import (
     ANSWER_MIN_S,
     DEFAULT_SPEED,
@@ -48,6 +48,7 @@ from router.endpoints import (
     LoadNews,
     Ticket,
 )
+from router.held import UNFIT, correct, note
 from router.prefix_index import DEFAULT_MAX_BYTES, PathNews, PrefixIndex, Stored
 from router.pulls import offer_pulls
 from router.site import Site
@@ -105,8 +106,8 @@ _CLEAN_QUEUE_RATIO = 0.25
 # Stores, withdrawals and losses kept for siblings between two rounds of news (2 ms): beyond, the oldest are dropped.
 _NEWS_MAX_COUNT = 4_096
 
-# Cached tokens and total of an endpoint that cannot be picked.
-_UNFIT, _NEVER_S = -1, inf
+# The total of an endpoint that cannot be picked.
+_NEVER_S = inf
 
 # What a prompt without blocks finds.
 _NOTHING = Stored(0, None)
@@ -210,31 +211,39 @@ class Router:
         group = self._groups.get(request.model)
         if group is None:
             return NoRoute(NoRouteReason.NO_SUCH_MODEL, None)
-        facts = self._models[request.model]
-        learned = facts.output_tokens
-        expected = learned.value if learned.count else self._config.default_output_tokens
-        work = Work(
-            max(1, int(request.input_tokens * facts.input_ratio)),
-            min(request.output_tokens, int(expected) + 1),
-            expected,
-        )
-        rows, best_s, continues = self._weigh(group, request, work, now_s)
+        work = self._work(request)
+        rows, best_s, continues, sources = self._offers(group, request, work, now_s)
         if best_s == _NEVER_S:
             return self._no_route(group, rows, now_s)
-        sources: dict[int, Site] = {}
-        if self._pulls and continues is not None:
-            sources = offer_pulls(group, rows, work, self._config.promise, now_s)
-            best_s = min([row[4] for row in rows])
         if continues is False:
             best_s = self._spread(group, rows, work)
         chosen = self._draw(group, rows, best_s, dice)
         made = chosen, tuple(rows), not continues, sources.get(chosen)
         return self._pick(request, work, group[chosen], made, now_s)
 
+    def _work(self, request: RouteRequest) -> Work:
+        """The request's input as engines would count it, and the output to expect."""
+        facts = self._models[request.model]
+        learned = facts.output_tokens
+        expected = learned.value if learned.count else self._config.default_output_tokens
+        told = request.told
+        input_tokens = told.input_tokens if told else max(1, int(request.input_tokens * facts.input_ratio))
+        return Work(input_tokens, min(request.output_tokens, int(expected) + 1), expected)
+
+    def _offers(
+        self, group: tuple[Site, ...], request: RouteRequest, work: Work, now_s: float
+    ) -> tuple[list[Row], float, bool | None, dict[int, Site]]:
+        """`_weigh`, with a fetch of KV where that is cheaper: whence, by the index of the row."""
+        rows, best_s, continues = self._weigh(group, request, work, now_s)
+        if not self._pulls or best_s == _NEVER_S:
+            return rows, best_s, continues, {}
+        sources = offer_pulls(group, rows, work, self._config.promise, now_s)
+        return rows, min([row[4] for row in rows]), continues, sources
+
     def _cached(
         self, group: tuple[Site, ...], request: RouteRequest, input_tokens: int, now_s: float
     ) -> tuple[list[int], bool | None]:
-        """The cached tokens to expect on each endpoint (_UNFIT: it cannot be picked), and whether the longest prefix
+        """The cached tokens to expect on each endpoint (UNFIT: it cannot be picked), and whether the longest prefix
         that one holds is the end of an earlier prompt (None: nobody holds any).
         """
         hashes, prompt_bytes = request.chain
@@ -248,7 +257,7 @@ class Router:
             if (site.closed is not None or breaker.opened or now_s < breaker.ready_s or exclude) and site.unfit(
                 exclude, now_s
             ) is not None:
-                cached = _UNFIT
+                cached = UNFIT
             elif first in site.holdings.parents:
                 held = site.holdings.held_blocks(hashes)
                 # The held part of the prompt, as far as this engine's reports bear out; one token is always computed.
@@ -258,6 +267,7 @@ class Router:
                 if held > longest:
                     longest, continues = held, site.holdings.last_use_us(hashes[held - 1]) is not None
             found.append(cached)
+        correct(found, group, request, ends_bytes, (input_tokens, now_s))
         return found, continues
 
     def _weigh(
@@ -274,7 +284,7 @@ class Router:
         best_s = _NEVER_S
         found, continues = self._cached(group, request, input_tokens, now_s)
         for site, cached in zip(group, found, strict=True):
-            if cached == _UNFIT:
+            if cached == UNFIT:
                 rows.append((site.endpoint, site.unfit(request.exclude, now_s), 0, (), _NEVER_S))
                 continue
             new_tokens = input_tokens - cached
@@ -349,7 +359,7 @@ class Router:
         chosen, rows, new_session, source = made
         _, _, cached, terms, _ = rows[chosen]
         queue_s, own_s, _, hop_s = terms[:4]
-        model, chain, asked_tokens, _, _, streamed = request
+        model, chain, asked_tokens, _, _, streamed, told = request
         hashes = chain.hashes
         input_tokens, output_tokens, answer_tokens = work
         endpoint = site.endpoint
@@ -363,9 +373,9 @@ class Router:
         ticket = Ticket(
             self._ticket_count, endpoint.endpoint_id, endpoint.incarnation, model, own_s, queue_s,
             input_tokens + output_tokens, input_tokens, cached,
-            self._checkable(site, chain, stored, now_s) if held else 0.0,
-            chain.total_bytes, asked_tokens, hashes[-1] if hashes else 0, held < len(hashes), stored.last_use_us,
-            stamp_us, now_s, now_s, site.breaker.picked(self._ticket_count), streamed,
+            self._checkable(site, request, stored, now_s),
+            chain.total_bytes, 0 if told else asked_tokens, hashes[-1] if hashes else 0, held < len(hashes),
+            stored.last_use_us, stamp_us, now_s, now_s, site.breaker.picked(self._ticket_count), streamed,
         )  # fmt: skip
         site.load.take(ticket)
         self._in_flight[ticket.ticket_id] = site
@@ -386,12 +396,16 @@ class Router:
                 base = hashes[held - 1] if held else 0
                 self._paths.append(PathNews(endpoint.endpoint_id, base, held, hashes[held:], stamp_us))
         ttft_s = queue_s + own_s + hop_s + terms[6]
+        note(site, request, ttft_s, now_s)
         pull_from = None if source is None else source.endpoint
         return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, pull_from, rows)
 
-    def _checkable(self, site: Site, chain: Chain, stored: Stored, now_s: float) -> float:
-        """Share of the prompt that the engine, which held a part, should find cached; 0: its report would not tell."""
-        held_bytes = self._config.ladder.ends_bytes[stored.held_blocks - 1]
+    def _checkable(self, site: Site, request: RouteRequest, stored: Stored, now_s: float) -> float:
+        """Share of the prompt that the engine should find cached; 0: it held nothing, or its report would not tell."""
+        told, chain = request.told, request.chain
+        if told is not None and site.endpoint.endpoint_id in told.held_ratio:
+            return told.held_ratio[site.endpoint.endpoint_id]
+        held_bytes = self._config.ladder.ends_bytes[stored.held_blocks - 1] if stored.held_blocks else 0
         if held_bytes < _CHECK_MIN_BYTES or not site.load.settled(stored.last_use_us, now_s):
             return 0.0
         return held_bytes / chain.total_bytes

@@ -7,6 +7,9 @@ reads its fields one by one, in a loop over all sites.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 from router.cost import Speed, SpeedLearner, Unfit
 from router.endpoints import Breaker, Endpoint, EngineSpeed, Load
 from router.prefix_index import Holdings
@@ -21,7 +24,7 @@ class Site:
 
     __slots__ = (
         "breaker", "bytes_per_token", "closed", "endpoint", "holdings", "hop_s", "learner", "link_free_s", "load",
-        "placed_s", "prefills_at_s", "prefills_s", "pull_s_per_token", "speed", "trust_ratio",
+        "placed_s", "prefills_at_s", "prefills_s", "pull_s_per_token", "recent", "speed", "trust_ratio",
     )  # fmt: skip
 
     def __init__(self, endpoint: Endpoint, holdings: Holdings, speed: EngineSpeed, hop_s: float) -> None:
@@ -35,6 +38,8 @@ class Site:
         self.prefills_s = 0.0
         """Seconds of prefill given to it, as of `prefills_at_s`; they fade over an answer's time (`cost.faded_s`)."""
         self.prefills_at_s = 0.0
+        self.recent: deque[tuple[float, Sequence[int]]] = deque()
+        """Prompts sent there of which its events cannot tell yet: until when, and their blocks (`held`)."""
         self.link_free_s = 0.0
         """When its link to other engines will have moved all that it was asked to."""
         self.bytes_per_token = _BYTES_PER_TOKEN

@@ -33,6 +33,7 @@ IDENTIFIERS = frozenset("id ids index hash hashes seed sequence generation posit
 UNITLESS_FIELDS: dict[str, str] = {
     "status": "an HTTP status",
     "port": "a TCP port",
+    "bootstrap_port": "a TCP port",
     "attempt": "an ordinal",
     "epoch": "an ordinal",
     "choices": "the wire's own name n: completions asked for",

@@ -28,13 +28,20 @@ def register(app: typer.Typer) -> None:
     app.command("gateway-process", hidden=True)(gateway_process)
 
 
-def serve(
+def serve(  # noqa: PLR0913 - each is an option of the command
     *,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", help="URL of an engine; repeat for more. Enough to try one.")
     ] = None,
     endpoints: Annotated[
         Path | None, typer.Option("--endpoints", help="File of engines, re-read when it changes.")
+    ] = None,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer",
+            help="MODEL=FOLDER or MODEL=engine: hear where this model's engines keep which KV; repeat for more.",
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
@@ -45,12 +52,12 @@ def serve(
 ) -> None:
     """Run the gateway of this node: OpenAI-compatible API, admin API, health and metrics."""
     from controlplane.adapters import node
-    from controlplane.config import load_settings
+    from controlplane.config import load_settings, tokenizer_sources
     from controlplane.errors import GatewayError, UsageError
 
     chosen = {
         "endpoints_file": endpoints, "host": host, "port": port, "workers": workers, "data_dir": data_dir,
-        "access_log": access_log,
+        "access_log": access_log, "tokenizers": ",".join(tokenizer) if tokenizer else None,
     }  # fmt: skip
     try:
         settings = load_settings({name: value for name, value in chosen.items() if value is not None})
@@ -62,6 +69,7 @@ def serve(
             raise typer.Exit(2)
         node.check_host(settings.host)
         node.check_engines(engine or [])
+        tokenizer_sources(settings.tokenizers)
         node.check_access_log(settings.access_log, option=access_log is not None)
         if settings.endpoints_file is not None:
             node.check_endpoints(settings.endpoints_file)

@@ -324,7 +324,7 @@ class EngineProbe:
 
     async def models(self, endpoint: Endpoint) -> frozenset[str] | str:
         """The names that GET /v1/models lists, or one sentence on why they are not known."""
-        answer = await self._get(endpoint, "/v1/models")
+        answer = await self.get(endpoint, "/v1/models")
         if isinstance(answer, str):
             return answer
         status, body = answer
@@ -340,10 +340,10 @@ class EngineProbe:
         """Does GET /health answer with something other than a server error? (404: there is no such page, but it
         answers.)
         """
-        answer = await self._get(endpoint, "/health")
+        answer = await self.get(endpoint, "/health")
         return not isinstance(answer, str) and answer[0] < 500
 
-    async def _get(self, endpoint: Endpoint, path: str) -> tuple[int, bytes] | str:
+    async def get(self, endpoint: Endpoint, path: str) -> tuple[int, bytes] | str:
         headers = {"accept": "application/json"}
         key = self._secrets(endpoint.api_key_env) if endpoint.api_key_env else None
         if key:

@@ -179,7 +179,11 @@ class FakeFleet:
             return NoTarget(NoTargetReason.NO_ENGINE if name == "untold" else NoTargetReason.NO_SUCH_MODEL, None)
         return ModelFacts(name, 100)
 
-    def pick(self, call: Call, served: str, exclude: frozenset[str]) -> Target | NoTarget:
+    async def read(self, call: Call, served: str) -> object | None:
+        """Nothing."""
+        return None
+
+    def pick(self, call: Call, served: str, exclude: frozenset[str], read: object | None) -> Target | NoTarget:
         """The first that is not excluded."""
         for name in self._endpoints:
             if name not in exclude:
