@@ -12,6 +12,7 @@ behind a warm engine's queue is better than a cold idle one exactly while it tak
     decode     how far its own answer is in danger of missing the promised time per output token (TPOT) there
     hop        one network round trip
     slowdown   how many of the answers that run there its prefill puts in danger
+    work       its prefill again, lightly: engine time that others will want
     fetch      the KV of its prompt on the way from another engine that holds more of it
     eviction   the later recomputation of KV that it pushes out
     spread     for a new session: the work placed there beyond its share (`route.Router`)
@@ -28,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 from router.endpoints import Ending, EngineSpeed, Finish, Ticket
 
-TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "eviction", "fetch", "spread")
+TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "work", "eviction", "fetch", "spread")
 """The order of `Candidate.terms_s`."""
 
 # Tokens of prefill in one mixed step: vLLM's default max_num_batched_tokens for online serving on smaller GPUs. It
@@ -111,6 +112,10 @@ class Promise:
     """Above it: a TPOT beyond by one whole promise weighs as these seconds of waiting."""
     recent_ratio: float = 0.3
     """Weight of a second of prefill given to an engine within the last answer's time: others like it follow."""
+    work_ratio: float = 0.1
+    """Weight of a second of prefill that somebody else will want: to wait for a sibling's prefill of the same prefix
+    takes as long as to compute it elsewhere, and leaves the other engine free.
+    """
     harm_s: float = 0.1
     """What an answer of somebody else's that surely misses its promise weighs."""
 

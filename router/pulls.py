@@ -34,8 +34,9 @@ def offer_pulls(group: Sequence[Site], rows: list[Row], work: Work, promise: Pro
         others = site.load.request_count if site.load.kv_tokens else 0
         step_s = site.speed.decode_s_per_token + others * site.speed.decode_s_per_running
         slowdown_s = others * harm_s(promise, step_s, own_s, work.answer_tokens)
-        queue_s, _, decode_s, hop_s, _, evicted_s, _, spread_s = terms
-        made = (queue_s, own_s, decode_s, hop_s, slowdown_s, evicted_s, fetch_s, spread_s)
+        queue_s, _, decode_s, hop_s, _, _, evicted_s, _, spread_s = terms
+        work_s = promise.work_ratio * own_s
+        made = (queue_s, own_s, decode_s, hop_s, slowdown_s, work_s, evicted_s, fetch_s, spread_s)
         if sum(made) < total_s:
             rows[index] = (endpoint, None, most, made, sum(made))
             found[index] = source

@@ -315,8 +315,9 @@ class Router:
                 resident_tokens = site.holdings.held_bytes / site.bytes_per_token
                 evicted_s = eviction_s(speed, resident_tokens, new_tokens + output_tokens, kv_reuse_ratio)
             hop_s = site.hop_s
-            terms = (queue_s, own_s, decode_s, hop_s, slowdown_s, evicted_s, 0.0, 0.0)
-            total_s = queue_s + own_s + decode_s + hop_s + slowdown_s + evicted_s
+            work_s = promise.work_ratio * own_s
+            terms = (queue_s, own_s, decode_s, hop_s, slowdown_s, work_s, evicted_s, 0.0, 0.0)
+            total_s = queue_s + own_s + decode_s + hop_s + slowdown_s + work_s + evicted_s
             rows.append((site.endpoint, None, cached, terms, total_s))
             if total_s < best_s:  # noqa: PLR1730 - min() would cost 60 ns per endpoint on the hot path
                 best_s = total_s
@@ -333,6 +334,7 @@ class Router:
             over_s = placed_s - least_s - 2 * sqrt((placed_s + least_s) * self._service_s.value)
             if over_s > 0:
                 saved_s = prefill_s(group[index].speed, work.input_tokens, 0) - terms[1]
+                saved_s += self._config.promise.work_ratio * saved_s
                 spread_s = min(over_s, saved_s)
                 rows[index] = (endpoint, unfit, cached, (*terms[:-1], spread_s), total_s + spread_s)
         return min([row[4] for row in rows])
@@ -383,7 +385,7 @@ class Router:
         site.prefills_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s) + own_s
         site.prefills_at_s = now_s
         if source is not None:
-            site.link_free_s = source.link_free_s = now_s + terms[6]
+            site.link_free_s = source.link_free_s = now_s + terms[7]
         service_s = own_s + output_tokens * site.speed.decode_s_per_token
         self._service_s.add(service_s)
         if new_session:
@@ -395,7 +397,7 @@ class Router:
             if hashes:
                 base = hashes[held - 1] if held else 0
                 self._paths.append(PathNews(endpoint.endpoint_id, base, held, hashes[held:], stamp_us))
-        ttft_s = queue_s + own_s + hop_s + terms[6]
+        ttft_s = queue_s + own_s + hop_s + terms[7]
         note(site, request, ttft_s, now_s)
         pull_from = None if source is None else source.endpoint
         return RouteDecision(endpoint, ticket, cached, ttft_s, new_session, self._config.tie_s, pull_from, rows)

@@ -34,7 +34,7 @@ class VllmProcess:
     """One `vllm serve` with KV events. `start` may be called again after `kill`: the same ports, an empty cache."""
 
     def __init__(self, model: Path, log: Path) -> None:
-        self._model = model
+        self.model = model
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
         self._port, self._event_port, self._replay_port = free_tcp_port(), free_tcp_port(), free_tcp_port()
@@ -85,7 +85,7 @@ class VllmProcess:
             "topic": f"kv@{MODEL}@0",
         }
         return [
-            *(str(_COMMAND), "serve", str(self._model), "--served-model-name", MODEL),
+            *(str(_COMMAND), "serve", str(self.model), "--served-model-name", MODEL),
             *("--host", "127.0.0.1", "--port", str(self._port), "--max-model-len", "2048"),
             *("--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS)),
             *("--num-gpu-blocks-override", str(BLOCK_COUNT), "--max-num-seqs", "4", "--enforce-eager"),

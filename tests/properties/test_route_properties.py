@@ -89,8 +89,9 @@ class Duel:
         own_s = alone_s(warm, self.new_tokens, self.held_tokens)
         answers = 256.0  # of which nothing is known
         missed = 1 - exp(-own_s / (max(0.050 - step_s, 0.005) * answers))
-        warm_s = 0.0005 + own_s + late_s(step_s) + beside * 0.1 * missed
-        return 0.050 + alone_s(cold, self.held_tokens + self.new_tokens, 0) + late_s(cold.decode_s_per_token) - warm_s
+        warm_s = 0.0005 + 1.1 * own_s + late_s(step_s) + beside * 0.1 * missed
+        cold_s = 0.050 + 1.1 * alone_s(cold, self.held_tokens + self.new_tokens, 0) + late_s(cold.decode_s_per_token)
+        return cold_s - warm_s
 
 
 def late_s(step_s: float) -> float:

@@ -111,7 +111,9 @@ def row(router: Router, site: Any, load: Load, request: RouteRequest, now_s: flo
     resident = site.holdings.held_bytes / site.bytes_per_token
     new_tokens = work.input_tokens - cached + work.output_tokens
     evicted_s = eviction_s(speed, resident, new_tokens, router._config.kv_reuse_ratio)
-    return with_total(site.endpoint, cached, (queue_s, own_s, decode_s, site.hop_s, slowdown_s, evicted_s, 0.0, 0.0))
+    return with_total(
+        site.endpoint, cached, (queue_s, own_s, decode_s, site.hop_s, slowdown_s, 0.1 * own_s, evicted_s, 0.0, 0.0)
+    )
 
 
 def with_total(endpoint: Any, cached: int, terms: tuple[float, ...]) -> Row:
@@ -132,6 +134,7 @@ def spread(router: Router, rows: list[Row], request: RouteRequest) -> list[Row]:
         over_s = site.placed_s - least_s - chance_s
         if why is None and cached and over_s > 0:
             saved_s = prefill_s(speed_of(site), work_of(router, request).input_tokens, 0) - terms[1]
+            saved_s += 0.1 * saved_s
             charged[index] = with_total(where, cached, (*terms[:-1], min(over_s, saved_s)))
     return charged
 

@@ -295,7 +295,7 @@ def test_a_pair_explains_itself() -> None:
     pool = Pool(engine("p", "prefill", **FAST_LINK), engine("d", "decode", speed=SLOW), engine("b", speed=SLOW))
     made = pool.pair(prompt(1, 4_000))
     line = made.summary()
-    assert line.startswith("prefill=p prefill_total_s=4.0005 prefill_cached=0 transfer_s=0.0040; pick=d total_s=4.")
+    assert line.startswith("prefill=p prefill_total_s=4.4005 prefill_cached=0 transfer_s=0.0040; pick=d total_s=4.")
     assert "; pick=d total_s=4." in line
     assert line.isascii()
     record = made.record()
