@@ -32,6 +32,10 @@ _PROMPTS = 14
 # Units in a step when a prompt has one: the fewest that fill a budget evenly.
 _STEP_UNITS = 16
 
+# Prompts that a step of the chain has room for at least, room over mean arrivals from which a step is never full, and
+# the factor by which the room is raised until it is that.
+_FEWEST, _AMPLE, _MORE = 6.0, 3.0, 1.25
+
 # The chance to go down is never taken as none; a law is scaled when a state has so many times the first one's chance.
 _LEAST_LEAVES, _LARGEST = 1e-60, 1e100
 
@@ -73,9 +77,24 @@ class Waiting(NamedTuple):
 
 
 @compiled
-def _layout(work: Work, batch: float) -> Layout:
+def _room(work: Work, batch: float, arrivals: Arrivals) -> float:
+    """Prompts that a step of the chain has room for: no more than it takes to never be full.
+
+    A step that could take hundreds of prompts but meets two or three needs no states for hundreds, and a prompt that is
+    less than a unit would bring no step of its own. With arrivals more even than Poisson's all the room is kept: their
+    counts are of few trials, whose chance of none jumps from load to load, and coarse units smooth that.
+    """
+    fits, most = room(work, batch), _FEWEST
+    if arrivals.dispersion < 1.0:
+        return fits
+    while most < fits and arrivals.rate_per_s * step_s(work, batch, most) * _AMPLE > most:
+        most *= _MORE
+    return min(fits, most)
+
+
+@compiled
+def _layout(work: Work, batch: float, fits: float) -> Layout:
     """Units fine enough for a prompt and a step; a prompt of very many steps: several steps together."""
-    fits = room(work, batch)
     if fits * _MOST_PROMPT_UNITS < 1.0:
         units, prompt, steps = 1, float(_MOST_PROMPT_UNITS), 1.0 / (_MOST_PROMPT_UNITS * fits)
     else:
@@ -86,7 +105,7 @@ def _layout(work: Work, batch: float) -> Layout:
 
 
 @compiled
-def _sizes(work: Work, batch: float, sigma: float, mean: float) -> NDArray[np.float64]:
+def _sizes(work: Work, batch: float, sigma: float, layout: Layout) -> NDArray[np.float64]:
     """Units of work in a prompt at each node of its length: attention's part grows with the square of the length."""
     fits = room(work, batch)
     square_s = work.pair_s * work.new_tokens * (work.cached_tokens + work.new_tokens / 2)
@@ -97,7 +116,7 @@ def _sizes(work: Work, batch: float, sigma: float, mean: float) -> NDArray[np.fl
         ratio = math.exp(NODES[node] * sigma - sigma * sigma / 2)
         out[node] = (1 - share) * ratio + share * ratio * ratio
         total += WEIGHTS[node] * out[node]
-    out *= mean / total
+    out *= layout.prompt_units / total
     return out
 
 
@@ -192,9 +211,9 @@ def _tail(
 @compiled
 def waiting(work: Work, batch: float, arrivals: Arrivals) -> Waiting:
     """What waits for an engine of `batch` decodes a step."""
-    layout = _layout(work, batch)
+    layout = _layout(work, batch, _room(work, batch, arrivals))
     units, states = layout.step_units, layout.states
-    sizes = _sizes(work, batch, arrivals.prompt_sigma, layout.prompt_units)
+    sizes = _sizes(work, batch, arrivals.prompt_sigma, layout)
     lengths_s = np.empty(units + 1)
     lengths_s[0] = decode_s(work, batch)
     for state in range(1, units + 1):

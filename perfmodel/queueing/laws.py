@@ -1,6 +1,6 @@
-"""Laws of random arrivals, compiled: counts in a time, lengths of prompts as a few nodes, Erlang's chance to wait.
+"""Laws of random arrivals, compiled: counts in a time, lengths of prompts as a few nodes.
 
-Owns: the formulas, of plain numbers. Does not own: what an engine's servers and arrivals are (`chain`, `load`). Counts
+Owns: the formulas, of plain numbers. Does not own: what an engine and its arrivals are (`chain`, `load`). Counts
 are Poisson, or negative binomial where gaps vary more than Poisson's and binomial where they vary less, so that their
 variance over their mean is the dispersion that is asked; all three are sums of Panjer's recursion (1981). Where that is
 unstable (a binomial whose trials mostly succeed: its factor is below -1 and rounding errors grow with its powers), the
@@ -45,17 +45,6 @@ class Arrivals(NamedTuple):
     rate_per_s: float
     dispersion: float
     prompt_sigma: float
-
-
-@compiled
-def erlang_c(servers: int, offered: float) -> float:
-    """Erlang's chance that all servers are busy; 1 when the offered load reaches their number."""
-    if offered >= servers:
-        return 1.0
-    blocked = 1.0
-    for server in range(1, servers + 1):
-        blocked = offered * blocked / (server + offered * blocked)
-    return servers * blocked / (servers - offered * (1.0 - blocked))
 
 
 @compiled

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perfmodel.compiled import compiled
 from perfmodel.queueing.chain import Waiting, waiting
-from perfmodel.queueing.laws import NODES, WEIGHTS, Arrivals, erlang_c
+from perfmodel.queueing.laws import NODES, WEIGHTS, Arrivals
 from perfmodel.queueing.tagged import Met, tagged
 from perfmodel.queueing.work import (
     Work,
@@ -22,7 +22,6 @@ from perfmodel.queueing.work import (
     decode_s,
     fullest,
     present,
-    prompt_s,
     solve_present,
     token_s,
 )
@@ -40,21 +39,30 @@ _SAME, _MOST_LONGER, _MOST_ROUNDS = 0.1, 5.0, 6
 # The share of steps with decodes in them is not below this.
 _LEAST_NONE = 1e-6
 
-# The mean wait for a slot over (Ca2 + Cs2) / 2 over the spare rate: answers overlap, so a slot is not freed one by one.
-_WAIT_FACTOR = 1.2
+# The share by which rate and number are raised to see how a token grows with them.
+_MORE_RATE, _MORE_PRESENT = 0.01, 0.1
 
-# Power of 1 / (1 - prefill share) in the variance of the number present: between 1 (each arrival's noise on its own)
-# and 2 (fully shared); fitted on the bench's grid, as are the next three.
-_SHARED_POWER = 1.5
+# The most that a token takes longer, as a share, for each share of more arrivals; and the variance over mean of the
+# number present that is not gone below, however even the arrivals are.
+_MOST_SLOWER, _LEAST_NOISE = 9.0, 0.1
 
-# Of what bursts add to the variance of the number present, the part that a wait for a slot sees; and the square root of
-# the arrivals in a wait at which counts vary halfway between Poisson's and their gaps' variation.
-_BURST_PART = 0.6
+# Power of the noise of prompts that is left outside a full engine; in replays of the bench's grid the number present is
+# 1.3 to 1.9 times as likely just above all slots as just below, at noises of 4 to 14.
+_OUTSIDE_POWER = 0.2
+
+# Numbers present, at even distances up to all slots, at which a stay is computed; it is a smooth curve between them.
+_STAYS = 16
+
+# A number present that is so many times as likely as a full engine says that the engine is never full; one that is so
+# much less likely than all others together ends the sum.
+_NEVER_FULL, _NEVER_THERE = 1e9, 1e-9
+
+# The square root of the arrivals in a wait at which counts vary halfway between Poisson's and their gaps' variation;
+# fitted on the bench's grid, as is the next.
 _BURST_ARRIVALS = 0.4
 
-# Power of the spread of the number present with which a token sees more of them than a step does, and the share of
-# their number that it is at most.
-_SEEN_POWER, _SEEN_RATIO = 0.7, 0.3
+# The share of the number present by which a token sees more of them than a step does, at most.
+_SEEN_RATIO = 0.3
 
 
 class Load(NamedTuple):
@@ -84,17 +92,86 @@ def _dispersion(load: Load, wait_s: float) -> float:
 
 
 @compiled
-def _spread(work: Work, there: float, rate_per_s: float) -> float:
+def _shared(output_cv2: float) -> float:
+    """Of the noise that all who are present share, the part that the number present shows.
+
+    The mean of the shorter of two answers over the mean answer (Eckberg 1983): 1 for equal ones, for a lognormal law
+    one minus its Gini coefficient, erf(sigma / 2).
+    """
+    return 1.0 - math.erf(math.sqrt(math.log1p(output_cv2)) / 2)
+
+
+@compiled
+def _noise(work: Work, there: float, load: Load, gap_cv2: float) -> float:
+    """Variance over mean of the number present, were a step no longer the more are present.
+
+    1 for a Poisson count, whose members leave alone. Here an arrival's prompt holds up all who decode while others
+    arrive: a token takes `slower` times the share longer by which arrivals are more, so that one more arrival is
+    1 + `slower` more present, by its prompt's length.
+    """
+    now_s = token_s(work, there, load.rate_per_s)
+    more_s = token_s(work, there, (1.0 + _MORE_RATE) * load.rate_per_s)
+    slower = _MOST_SLOWER
+    if math.isfinite(more_s):
+        slower = min(max((more_s / now_s - 1.0) / _MORE_RATE, 0.0), _MOST_SLOWER)
+    square = (1.0 + slower) ** 2 * gap_cv2 + slower * slower * load.input_cv2
+    return max(_LEAST_NOISE, 1.0 + _shared(load.output_cv2) * (square - 1.0))
+
+
+@compiled
+def _spread(work: Work, there: float, load: Load) -> float:
     """Variance over mean of the number present under Poisson arrivals.
 
-    It varies more than a Poisson count, because each arrival's prompt slows all who decode (1 / (1 - prefill share), in
-    amplitude) and steps get longer the more are present (1 / (1 - elasticity), linear noise around the fixed point).
+    Their noise, and steps get longer the more are present: 1 / (1 - elasticity), linear noise around the fixed point.
+    A number between none and all has a variance over mean of what is left to all at most: both bounds at work.
     """
-    stay, longer = present(work, there, rate_per_s), present(work, 1.1 * there, rate_per_s)
+    stay = present(work, there, load.rate_per_s)
+    longer = present(work, (1.0 + _MORE_PRESENT) * there, load.rate_per_s)
     # Past the point where the fixed point runs away there is no slope to take: as steep as the bound allows.
-    elasticity = min(max((longer / stay - 1) / 0.1, 0.0), 0.9) if math.isfinite(longer) else 0.9
-    slowed = min(rate_per_s * prompt_s(work, there, rate_per_s), 0.9)
-    return float(1 / ((1 - slowed) ** _SHARED_POWER * (1 - elasticity)))
+    elasticity = min(max((longer / stay - 1) / _MORE_PRESENT, 0.0), 0.9) if math.isfinite(longer) else 0.9
+    spread, left = _noise(work, there, load, 1.0) / (1 - elasticity), max(0.0, fullest(work) - there)
+    return float(max(1.0, spread * left / (spread + left)))
+
+
+@compiled
+def _log_asked(work: Work, number: float, rate_per_s: float, longer: float) -> float:
+    """Logarithm of the number that would be present if each stayed as long as beside so many (Little's law)."""
+    steps = max(0.0, work.answer_tokens - 1.0)
+    return math.log(rate_per_s * (steps * longer * token_s(work, number, rate_per_s) + alone_s(work, number)))
+
+
+@compiled
+def full_ratio(work: Work, there: float, load: Load, longer: float) -> float:
+    """Chance that an arrival finds all sequence slots taken; `there`: the mean number present.
+
+    The number present is a birth and death chain: all share the engine's speed, so that its law asks only for the mean
+    stay beside so many (Cohen 1979). Where it varies more than a Poisson count it goes up and down by as many at once
+    (Hayward). Who finds all slots taken waits outside and holds up nobody: from there on the noise is that of the
+    arrivals and of the room they ask for, and little of their prompts', and the chance falls by the rate over the
+    capacity. Without prompts, this is Erlang's formula. An engine whose token budget binds first is never full.
+    """
+    rate, slots = load.rate_per_s, work.most_sequences
+    if fullest(work) < slots:
+        return 0.0
+    held_up = _noise(work, there, load, load.gap_cv2)
+    alone = max(_LEAST_NOISE, 1.0 + _shared(load.output_cv2) * (load.gap_cv2 - 1.0))
+    noise = held_up + work.room_cv2
+    outside = alone * (held_up / alone) ** _OUTSIDE_POWER + work.room_cv2
+    full = outside / (1.0 - rate / load.capacity_per_s)
+    total, chance, number = full, 1.0, slots
+    above, log_above = slots, _log_asked(work, slots, rate, longer)
+    while number > 0.0 and chance > _NEVER_THERE * total:
+        below = max(0.0, above - max(1.0, slots / _STAYS))
+        log_below = _log_asked(work, below, rate, longer)
+        while number > below and chance < _NEVER_FULL:
+            log_asked = log_below + (number - below) / (above - below) * (log_above - log_below)
+            chance *= math.exp((math.log(number) - log_asked) / noise)
+            total += chance
+            number -= 1.0
+        if not chance < _NEVER_FULL:
+            return 0.0
+        above, log_above = below, log_below
+    return float(full / total)
 
 
 @compiled
@@ -104,17 +181,30 @@ def _order(point: int) -> float:
 
 
 @compiled
-def _slot_wait(work: Work, there: float, load: Load, sample: NDArray[np.float64]) -> None:
-    """Let the sample wait for sequence slots: a queue of as many servers as the engine holds sequences.
+def _full_wait_s(work: Work, load: Load) -> float:
+    """Mean wait of an arrival that finds all sequence slots taken, as in a queue with as many servers.
 
-    Erlang's chance to wait at the mean number present, servers and load both divided by the spread of that number
-    (Hayward); the mean wait of those who do is (Ca2 + Cs2) / 2 over the spare rate. Who waits for a slot stands in
-    the queue of prompts meanwhile: the longer wait of both counts.
+    Over the spare rate 1 if stays are random (exponential), half and a little if they are equal: servers of equal times
+    are not freed one by one. In between by the squared variation of the slot's or the room's time (Cosmetatos 1976).
     """
-    spread = _spread(work, there, load.rate_per_s)
-    spread *= max(0.3, 1.0 + _BURST_PART * (load.gap_cv2 - 1.0) / (1.0 + load.output_cv2))
-    chance = erlang_c(max(1, round(work.most_sequences / spread)), there / spread)
-    wait_s = _WAIT_FACTOR * (load.gap_cv2 + load.output_cv2) / 2 / (load.capacity_per_s - load.rate_per_s)
+    full, slots = load.rate_per_s / load.capacity_per_s, work.most_sequences
+    bunched = (1.0 - full) * (slots - 1.0) * (math.sqrt(4.0 + 5.0 * slots) - 2.0) / (16.0 * full * slots)
+    equal = min(1.0, (1.0 + bunched) / 2)
+    stay_cv2 = (1.0 + load.output_cv2) * (1.0 + work.room_cv2) - 1.0
+    ratio = stay_cv2 + (1.0 - stay_cv2) * equal + (load.gap_cv2 - 1.0) / 2
+    return float(max(0.0, ratio) / (load.capacity_per_s - load.rate_per_s))
+
+
+@compiled
+def _slot_wait(work: Work, there: float, load: Load, longer: float, sample: NDArray[np.float64]) -> None:
+    """Let the sample wait for sequence slots, each by an exponential law.
+
+    Who waits for a slot stands in the queue of prompts meanwhile: the longer wait of both counts.
+    """
+    chance = full_ratio(work, there, load, longer)
+    if chance <= 0.0:
+        return
+    wait_s = _full_wait_s(work, load)
     lone_s = alone_s(work, there)
     drawn = 0.0
     for point in range(sample.size):
@@ -237,12 +327,12 @@ def settle(work: Work, load: Load, sample: NDArray[np.float64]) -> Settled:
     tpot_s = token + _held_up_s(work, queue, met, extra_s, load.output_cv2)
     # A token is made in a step of more decodes than the mean step has: one more, or as many as their number varies.
     bursts = max(1.0 + (_dispersion(load, decodes / rate) - 1.0) / (1.0 + load.output_cv2), 0.3)
-    varies = min(_spread(work, max(decodes, 0.5), rate) ** _SEEN_POWER, 1.0 + _SEEN_RATIO * decodes)
-    if work.prefill_first:  # who came together stays together: prompts of others hold up all of them
-        varies = _spread(work, max(decodes, 0.5), rate)
+    varies = _spread(work, max(decodes, 0.5), load)
+    if not work.prefill_first:  # there, who came together stays together: prompts of others hold up all of them
+        varies = min(varies, 1.0 + _SEEN_RATIO * decodes)
     varies = max(varies, bursts)
     waits_s = tpot_s + longer * _swing_s(work, batch, decodes + bursts, rate)
-    _slot_wait(work, rate * (steps * waits_s + alone_s(work, batch)), load, sample)
+    _slot_wait(work, rate * (steps * waits_s + alone_s(work, batch)), load, longer, sample)
     tpot_s += longer * _swing_s(work, batch, decodes + varies, rate)
     return Settled(tpot_s, batch)
 

@@ -95,9 +95,15 @@ def _work(engine: ServingEngine, lengths: Lengths) -> Work:
     """One replica and one mean request as numbers."""
     table: StepTable = engine.step.table(engine.max_batched_tokens)
     cached = lengths.input_tokens * lengths.cached_ratio
+    input_cv2, output_cv2 = lengths.cv2
     # Longer answers stay longer: of those present at a moment the mean is E[tokens^2] / E[tokens].
-    staying = lengths.output_tokens * (1 + lengths.cv2[1])
-    held = lengths.input_tokens + staying * (1 + engine.reserve_ratio) / 2
+    staying = lengths.output_tokens * (1 + output_cv2)
+    reserved = engine.reserve_ratio
+    grown = staying * (1 + reserved) / 2
+    held = lengths.input_tokens + grown
+    fit = _KV_USED_RATIO * engine.kv_capacity_tokens / held
+    varies = lengths.input_tokens**2 * input_cv2
+    varies += staying**2 * (1 + output_cv2) * (1 + reserved + reserved**2) / 3 - grown**2
     # Floats all: compiled code is made, and loaded, for each set of types.
     return Work(
         np.ascontiguousarray(table.by_token_s, dtype=np.float64),
@@ -112,10 +118,11 @@ def _work(engine: ServingEngine, lengths: Lengths) -> Work:
         float(lengths.input_tokens + (staying + 1) / 2),
         float(engine.max_batched_tokens),
         engine.order is SchedulingOrder.PREFILL_FIRST,
-        float(max(1, min(engine.max_sequence_count, math.floor(_KV_USED_RATIO * engine.kv_capacity_tokens / held)))),
-        math.sqrt(3 * min(lengths.cv2[0], 1 / 3)),
-        float(1 + lengths.cv2[0]),
+        float(max(1, min(engine.max_sequence_count, math.floor(fit)))),
+        math.sqrt(3 * min(input_cv2, 1 / 3)),
+        float(1 + input_cv2),
         float(engine.launch_s),
+        float(varies / held**2 if fit < engine.max_sequence_count else 0.0),
     )
 
 

@@ -24,7 +24,8 @@ class Work(NamedTuple):
     """One replica and what a request asks of it, as plain numbers for the compiled functions.
 
     `square_ratio`: the mean square of a prompt's tokens over the squared mean; `prompt_spread`: the half width of a
-    uniform law of them over the mean; `launch_s`: what the host needs to launch a step with a prompt in it.
+    uniform law of them over the mean; `launch_s`: what the host needs to launch a step with a prompt in it; `room_cv2`:
+    squared variation of the KV room that a sequence holds, where room and not slots bound `most_sequences` (else 0).
     """
 
     by_token_s: NDArray[np.float64]
@@ -43,6 +44,7 @@ class Work(NamedTuple):
     prompt_spread: float
     square_ratio: float
     launch_s: float
+    room_cv2: float
 
 
 @compiled
@@ -158,29 +160,37 @@ def mean_step_s(work: Work, batch: float, rate_per_s: float) -> float:
 
 
 @compiled
-def token_s(work: Work, batch: float, rate_per_s: float) -> float:
-    """Seconds per output token: a step each, or a step without prompts when prompts run alone."""
-    mean_s = mean_step_s(work, batch, rate_per_s)
-    if not work.prefill_first or not math.isfinite(mean_s):
-        return mean_s
-    steps, fits = parts(work, batch), room(work, batch)
-    if steps > 1.0:
-        prompts = rate_per_s * mean_s
-        return mean_s / max(1e-9, 1.0 - prompts * steps / (1.0 + prompts * (steps - 1.0 / fits)))
-    return mean_s * math.exp(min(rate_per_s * mean_s, 100.0))  # beyond that it carries nothing
+def _prompts_between_s(work: Work, batch: float, rate_per_s: float) -> float:
+    """Seconds from one decode step to the next when prompts of at most one step run before it; inf: there is none.
+
+    What came meanwhile runs first, and what came during that, and so on: the prompts of such a cycle share as many
+    steps as there are chances that one came during the step before. They are at most one step each, and at least as
+    many as they fill.
+    """
+    fits, none_s, lone_s = room(work, batch), decode_s(work, batch), alone_s(work, batch)
+    full_s = step_s(work, batch, fits)
+    if rate_per_s * full_s >= fits:
+        return np.inf
+    filled_s = none_s / (1.0 - rate_per_s * full_s / fits)
+    more_s = min((full_s - lone_s) / (fits - 1.0), lone_s) if fits > 1.0 + 1e-9 else lone_s
+    steps = -math.expm1(-rate_per_s * none_s) * math.exp(min(rate_per_s * lone_s, 100.0))
+    shared_s = (none_s + steps * (lone_s - more_s)) / (1.0 - min(rate_per_s * more_s, 0.999))
+    if rate_per_s * lone_s < 1.0:
+        shared_s = min(shared_s, none_s / (1.0 - rate_per_s * lone_s))
+    return max(filled_s, shared_s)
 
 
 @compiled
-def prompt_s(work: Work, batch: float, rate_per_s: float) -> float:
-    """What one prompt adds to the time of all, in the mean over steps that it has alone and steps that are full."""
-    fits = room(work, batch)
-    none_s = 0.0 if work.prefill_first else decode_s(work, batch)
-    full_s = (step_s(work, batch, fits) - none_s) / fits
-    lone_s = alone_s(work, batch) - parts(work, batch) * none_s
-    share = min(1.0, rate_per_s * full_s)
-    if fits > 1.0:  # prompts that come in the same decode step share the next
-        share = max(share, min(1.0, rate_per_s * decode_s(work, batch) / fits))
-    return (1.0 - share) * lone_s + share * full_s
+def token_s(work: Work, batch: float, rate_per_s: float) -> float:
+    """Seconds per output token: a step each, or a step without prompts when prompts run alone."""
+    steps = parts(work, batch)
+    if work.prefill_first and steps <= 1.0:
+        return _prompts_between_s(work, batch, rate_per_s)
+    mean_s = mean_step_s(work, batch, rate_per_s)
+    if not work.prefill_first or not math.isfinite(mean_s):
+        return mean_s
+    prompts = rate_per_s * mean_s
+    return mean_s / max(1e-9, 1.0 - prompts * steps / (1.0 + prompts * (steps - 1.0 / room(work, batch))))
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -11,9 +12,12 @@ import pytest
 
 from perfmodel.errors import ConfigError
 from perfmodel.harness import ArrivalLaw, HarnessScenario, replay, replay_requests
+from perfmodel.queueing import loops
+from perfmodel.queueing.load import Load, full_ratio
 from perfmodel.queueing.loops import closed_loop, open_loop
 from perfmodel.serving import FrontEnd, LengthLaw, Lengths, SchedulingOrder, Served, ServingEngine
-from perfmodel.step_time import BatchShape
+from perfmodel.step_time import BatchShape, StepTable
+from tests.bench import bench_queueing
 from tests.bench.bench_queueing import BARS, GRID, TPOT_BAR, GridSteps, Point, compare
 
 # Every eleventh of the plain points (each load, length, law, order and slot count), and of the calibrated engines those
@@ -52,6 +56,80 @@ def test_mean_ttft_is_within_the_bar_of_the_simulated_one(point: Point) -> None:
     assert abs(compared.mean_error) <= BARS[point.utilisation]
     assert abs(compared.tpot_error) <= TPOT_BAR
     assert abs(compared.rate_error) <= 0.05
+
+
+# A step has room for hundreds of these prompts and meets one or two: each is a step of its own all the same, which its
+# fixed cost makes felt. (The states of the chain were once so coarse that most prompts were none of them, and every
+# second-long wait for a slot that follows was missed.)
+SHORT_PROMPTS = [
+    Point(200, 20, LengthLaw.LOGNORMAL, SchedulingOrder.PREFILL_FIRST, 256, 0.5, "dense", 8192, 0.8),
+    Point(200, 20, LengthLaw.FIXED, SchedulingOrder.PREFILL_FIRST, 256, 0.9, "latent", 8192),
+    Point(1500, 200, LengthLaw.LOGNORMAL, SchedulingOrder.DECODE_FIRST, 256, 0.7, "latent", 8192, 1.0),
+]
+
+
+@pytest.mark.parametrize("point", SHORT_PROMPTS, ids=str)
+def test_a_prompt_far_shorter_than_a_step_has_room_for_is_felt_by_tokens(point: Point) -> None:
+    compared = compare(point, request_count=12_000, seeds=2)
+    assert abs(compared.tpot_error) <= TPOT_BAR
+    assert abs(compared.mean_error) <= BARS[0.7]
+
+
+def erlang_c(servers: int, offered: float) -> float:
+    """Erlang's chance that all servers are busy, as the sums of his formula."""
+    free = sum(offered**busy / math.factorial(busy) for busy in range(servers))
+    full = offered**servers / math.factorial(servers) / (1 - offered / servers)
+    return full / (free + full)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32, 100])
+@pytest.mark.parametrize("utilisation", [0.5, 0.9, 0.99])
+def test_without_prompts_and_with_equal_steps_slots_are_erlangs_servers(slots: int, utilisation: float) -> None:
+    steps = GridSteps()
+    flat = np.full(8193, 0.01)
+    steps._table = StepTable(flat, 0.0, 0.0, 0.0, 0.0)
+    work = loops._work(engine(step=steps, max_sequence_count=slots), Lengths(1, 200, LengthLaw.FIXED))
+    capacity = slots / (200 * 0.01)
+    load = Load(utilisation * capacity, 1.0, 0.0, 0.0, capacity)
+    offered = utilisation * slots
+    assert full_ratio(work, offered, load, 1.0) == pytest.approx(erlang_c(slots, offered), rel=1e-6)
+
+
+def test_uneven_arrivals_and_uneven_room_find_more_slots_taken() -> None:
+    work = loops._work(engine(max_sequence_count=64), LENGTHS)
+    capacity = float(capacity_per_s(engine(max_sequence_count=64), LENGTHS))
+
+    def full(gap_cv2: float, room_cv2: float) -> float:
+        load = Load(0.9 * capacity, gap_cv2, 0.0, 0.0, capacity)
+        return float(full_ratio(work._replace(room_cv2=room_cv2), 50.0, load, 1.0))
+
+    assert full(0.5, 0.0) < full(1.0, 0.0) < full(4.0, 0.0) < 1.0
+    assert full(1.0, 0.0) < full(1.0, 1.0) < 1.0
+
+
+def test_an_engine_whose_budget_binds_first_is_never_full() -> None:
+    budget = engine(max_batched_tokens=512)
+    lengths = Lengths(4000, 60)
+    capacity = float(capacity_per_s(budget, lengths))
+    load = Load(0.95 * capacity, 1.0, 0.0, 0.0, capacity)
+    assert full_ratio(loops._work(budget, lengths), 10.0, load, 1.0) == 0.0
+
+
+def test_a_judged_point_is_simulated_until_its_noise_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = next(point for point in PLAIN if point.utilisation == 0.9)
+    asked: list[tuple[int, int]] = []
+
+    def runs(_: Point, rate_per_s: float, request_count: int, seeds: range) -> np.ndarray:
+        asked.append((request_count, len(seeds)))
+        return np.array([[1.0 + 0.4 * (seed % 2), 1.0, 1.0, 1.0] for seed in seeds])
+
+    monkeypatch.setattr(bench_queueing, "_runs", runs)
+    told = bench_queueing.simulated(point, 1.0, 20_000)
+    assert asked[:2] == [(20_000, 16), (65_536, 16)]
+    assert bench_queueing.noise(told) <= bench_queueing.MOST_NOISE < bench_queueing.noise(told[:-16])
+    asked.clear()
+    bench_queueing.simulated(dataclasses.replace(point, utilisation=0.7), 1.0, 20_000)
+    assert asked == [(20_000, 2)]
 
 
 def test_an_almost_idle_engine_has_the_ttft_of_one_prompt() -> None:
