@@ -49,6 +49,7 @@ from router.blocks import BlockHasher
 from router.endpoints import Endpoint, EngineSpeed, HopTable, Place
 from router.pair_route import PairingRouter
 from router.route import RouterConfig
+from router.volatile_prefix import VolatilePrefixes
 
 if TYPE_CHECKING:
     from perfmodel.adapters.catalog import Catalog
@@ -156,6 +157,8 @@ class Gateway:
             router=self._router,
             pairs=self._router,
             exact=self._exact,
+            volatile=VolatilePrefixes(self._pepper[:64]),
+            volatile_found=self._volatile_found,
             hasher=self._hasher,
             client=self._client,
             names=self._names,
@@ -282,6 +285,9 @@ class Gateway:
         now_s = time.monotonic()
         self._untold_s = {name: self._untold_s.get(name, now_s) for name in untold}
 
+    def _volatile_found(self, model: str) -> None:
+        self._telemetry.volatile(model)
+
     def _is_learning(self) -> bool:
         return any(time.monotonic() - since_s < _LEARNING_S for since_s in self._untold_s.values())
 
@@ -289,6 +295,8 @@ class Gateway:
         while True:
             await asyncio.sleep(_TICK_S)
             feed, spool = self._feed.state(), self._spool.state()
+            if self._exact is not None:
+                self._telemetry.unread(self._exact.counts)
             shipper = read_status(self._settings.spool_dir)
             self._telemetry.tick(
                 {"sql": feed.answering, "redis": self._limits.state().answering},

@@ -248,6 +248,8 @@ class Path:
             opened_ns=self._p.clock.unix_ns(),
         )
         try:
+            if call.explain:
+                self._p.fleet.explain(target, call)
             self._p.books.open(record)
         except BaseException as error:
             self._p.fleet.finished(target, AttemptEnd(Ending.CANCELLED))
@@ -257,7 +259,6 @@ class Path:
         run.trace.endpoint_id, run.trace.attempts_count = target.endpoint_id, number
         if call.explain:
             run.trace.decision = target.summary
-            self._p.fleet.explain(target, call)
         return Attempt(target, event_id, self._p.clock.monotonic_s())
 
     async def _attempt(self, run: Run, attempt: Attempt) -> Fault | None:

@@ -42,6 +42,9 @@ CHUNK_TOKENS = 2048
 STALLED_MAX_RATIO = 0.7
 RECENT_MAX_S = 1.0
 
+# A TPOT beyond the promise by more than this share of it is as bad as one beyond by so much: it is missed either way.
+LATE_MAX_RATIO = 0.3
+
 # Room below the promise is never taken as less than this share of it, so that an engine which cannot keep the promise
 # even when empty still looks worse the more run there.
 ROOM_MIN_RATIO = 0.1
@@ -108,7 +111,7 @@ class Promise:
     """Promised seconds per output token."""
     near_ratio: float = 0.8
     """An engine whose predicted TPOT is under this share of the promise is as good as an idle one."""
-    late_s: float = 10.0
+    late_s: float = 3.0
     """Above it: a TPOT beyond by one whole promise weighs as these seconds of waiting."""
     recent_ratio: float = 0.3
     """Weight of a second of prefill given to an engine within the last answer's time: others like it follow."""
@@ -130,7 +133,7 @@ def decode_danger_s(promise: Promise, step_s: float, recent_s: float, answer_s: 
     stalled_ratio = min(recent_s / answer_s, STALLED_MAX_RATIO)
     over_ratio = step_s / (1 - stalled_ratio) / promise.tpot_s - promise.near_ratio
     danger_s = promise.recent_ratio * min(recent_s, RECENT_MAX_S)
-    return danger_s + promise.late_s * over_ratio if over_ratio > 0 else danger_s
+    return danger_s + promise.late_s * min(over_ratio, LATE_MAX_RATIO) if over_ratio > 0 else danger_s
 
 
 def harm_s(promise: Promise, step_s: float, prefill_time_s: float, answer_tokens: float) -> float:

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 # (offset up to which a step holds, block bytes).
 _GRADES: Final = ((2_048, 16), (32 * 1024, 256))
-_LOOKED_AT_BYTES: Final = _GRADES[-1][0]
+LOOKED_AT_BYTES: Final = _GRADES[-1][0]
 # Where lines end: in text, in JSON strings, between messages, at special tokens.
 _LINE_ENDS: Final = re.compile(rb'\n|\\n|"role"|<\|')
 # Shorter lines are found everywhere (`pass`, `}`), and say nothing.
@@ -144,7 +144,7 @@ def _same(found: Divergence) -> int:
 
 
 def _sketch(prompt: bytes, seed: int) -> _Sketch:
-    head = prompt[:_LOOKED_AT_BYTES]
+    head = prompt[:LOOKED_AT_BYTES]
     blocks: list[int] = []
     at = 0
     for until, step in _GRADES:

@@ -13,7 +13,7 @@ import logging
 import secrets
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -34,6 +34,7 @@ from router.errors import EndpointsError
 from router.pairing import PairDecision
 from router.prompt_forms import PromptShape
 from router.route import Router
+from router.volatile_prefix import LOOKED_AT_BYTES, VolatilePrefixes
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 # tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
 _CONTINUOUS_USAGE = frozenset({"vllm", "sglang", "sim"})
 CACHE_SALT_KINDS = frozenset({"vllm", "sim"})
+# A shorter prompt loses little when it is not found in a cache: a thousand tokens.
+_VOLATILE_MIN_BYTES = 4_096
 # Endpoints whose connection facts are kept; more than a router can hold.
 _MAX_WIRES = 10_000
 _PATHS: Mapping[Operation, bytes] = {Operation.CHAT: b"/v1/chat/completions", Operation.COMPLETION: b"/v1/completions"}
@@ -104,6 +107,10 @@ class FleetDeps:
     """None: every request runs on one engine."""
     exact: ExactKnowledge | None = None
     """None: no engine's KV events are heard."""
+    volatile: VolatilePrefixes | None = None
+    """None: nobody looks whether prompts change near their beginning."""
+    volatile_found: Callable[[str], None] = lambda model: None
+    """Such a prompt came for this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,8 @@ class EngineFleet:
         """By request: its attempt on two engines, until that has ended."""
         self._unreached: dict[str, str] = {}
         """Why an engine could not be reached the last time; the log has it."""
+        self._volatile_told: set[tuple[str, str]] = set()
+        """(org, model) of which the log says that their prompts change near the beginning."""
 
     def model(self, name: str) -> ModelFacts | NoTarget:
         """What is known of a model name.
@@ -154,11 +163,30 @@ class EngineFleet:
 
     async def read(self, call: Call, served: str) -> object | None:
         """The prompt as the blocks of its model's engines, where their events are heard."""
+        if self._d.volatile is not None and len(call.request.body) >= _VOLATILE_MIN_BYTES:
+            self._look_for_volatile(self._d.volatile, call, served)
         exact = self._d.exact
         if exact is None or not exact.knows(served):
             return None
         shape = _SHAPES[call.request.operation]
         return await exact.read(served, shape, call.request.body, call.principal.cache_salt)
+
+    def _look_for_volatile(self, volatile: VolatilePrefixes, call: Call, served: str) -> None:
+        """Whether the client changes its prompt near the beginning from turn to turn: said once, and counted."""
+        org_id, left, parts = call.principal.org_id, LOOKED_AT_BYTES, []
+        for part in call.request.prompt_parts:
+            parts.append(bytes(part[:left]))
+            left -= len(parts[-1])
+        found = volatile.turn(org_id, served, None, b"".join(parts))
+        if found is None:
+            return
+        self._d.volatile_found(served)
+        if (org_id, served) not in self._volatile_told and len(self._volatile_told) < _MAX_WIRES:
+            self._volatile_told.add((org_id, served))
+            _log.warning(
+                "Prompts of %s to %s change near byte %d from turn to turn: nothing after it is found in a cache.",
+                org_id, served, found.offset_bytes,
+            )  # fmt: skip
 
     def pick(self, call: Call, served: str, exclude: frozenset[str], read: object | None) -> Target | NoTarget:
         """The engine for the next attempt; its load counts from here on."""
@@ -338,7 +366,12 @@ class EngineFleet:
     def explain(self, target: Target, call: Call) -> None:
         """Keep the whole record of this choice for `/admin/v1/decisions/{request_id}`."""
         made = target.ticket.decision if isinstance(target.ticket, _Split) else _decision(target)
-        self._d.decisions.put(call.request_id, call.principal.org_id, made.record())
+        org_id, record = call.principal.org_id, dict(made.record())
+        if self._d.volatile is not None:
+            seen = self._d.volatile.count(org_id, str(record["model"]))
+            last = None if seen.last is None else seen.last._asdict()
+            record["volatile_prefix"] = {**asdict(seen), "last": last}
+        self._d.decisions.put(call.request_id, org_id, record)
 
     async def _reach(self, endpoint: Endpoint) -> _Wire:
         """How this endpoint is reached. Raises EngineUnreachable."""

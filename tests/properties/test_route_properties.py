@@ -95,8 +95,8 @@ class Duel:
 
 
 def late_s(step_s: float) -> float:
-    """Steps over four fifths of the promise: ten seconds a promise."""
-    return max(0.0, 10 * (step_s / 0.050 - 0.8))
+    """Steps over four fifths of the promise: three seconds a promise, and no more than 0.9."""
+    return min(max(0.0, 3 * (step_s / 0.050 - 0.8)), 0.9)
 
 
 def check_break_even(duel: Duel, running: int) -> None:

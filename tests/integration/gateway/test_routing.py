@@ -164,3 +164,30 @@ def test_many_at_once_all_come_through(node: Node, people: People, caller: Calle
     thread.join(60)
     assert len(found) == 100
     assert len(node.events_of(people["plain"])) - before == 100
+
+
+def test_r29_a_prompt_that_changes_at_its_beginning_is_told(fresh: str, node: Node, people: People) -> None:
+    """A date in the first line makes every turn a cold one; two workers may see the turns, so there are several."""
+    caller = Caller(node, people["plain"])
+    history = "the same long history of a conversation, line by line\n" * 200
+    answer = None
+    for turn in range(12):
+        content = f"now: 2026-11-30T09:{turn:02d}:{turn * 7 % 60:02d}\n{history}"
+        answer = caller.post(
+            body(model=fresh, messages=[{"role": "user", "content": content}]),
+            x_inferplane_decision="explain",
+        )
+        assert answer.status_code == 200, answer.text
+    assert answer is not None
+    request_id = answer.headers["x-request-id"]
+    with http_client(node.url, {"authorization": f"Bearer {node.admin_secret}"}) as client:
+        record = eventually(
+            lambda: (found := client.get(f"/admin/v1/decisions/{request_id}")).status_code == 200 and found.json(),
+            "the decision",
+        )
+    seen = record["volatile_prefix"]
+    assert seen["volatile_count"] >= 3 and seen["last"]["offset_bytes"] < 200, seen
+    eventually(lambda: "change near byte" in node.log_text(), "a line in the log")
+    with http_client(node.url) as client:
+        name = f'inferplane_volatile_prompts_total{{model="{fresh}"}}'
+        eventually(lambda: name in client.get("/metrics").text, "the metric")

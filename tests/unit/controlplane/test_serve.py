@@ -10,6 +10,7 @@ import pytest
 
 from billing.usage_event import Outcome
 from controlplane.errors import EngineLost, EngineTimeout, EngineUnreachable
+from controlplane.ports import Call, Target
 from controlplane.rate_limit import NO_LIMITS, Cost, RefusalReason, Refused
 from controlplane.tenancy import Dimension, Limit, OutagePolicy
 from router.endpoints import Ending
@@ -128,6 +129,18 @@ class TestAnswers:
         await world.serve(a_call()._replace(explain=True))
         assert world.fleet.explained == ["req_1"]
         assert (b"x-inferplane-decision", b"pick=e0") in world.sink.headers
+
+    async def test_a_decision_that_cannot_be_kept_leaves_nothing_open(self) -> None:
+        world = World((GOOD,))
+
+        def broken(target: Target, call: Call) -> None:
+            raise TypeError("a defect in explain")
+
+        world.fleet.explain = broken  # type: ignore[method-assign]
+        with pytest.raises(TypeError, match="a defect in explain"):
+            await world.serve(a_call()._replace(explain=True))
+        assert len(world.books.opens) == len(world.books.closes) and len(world.fleet.ends) == 1
+        assert world.limits.settled and world.sink.status == 500
 
 
 class TestBeforeDispatch:

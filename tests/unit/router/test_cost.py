@@ -61,17 +61,17 @@ def test_a_prefill_endangers_the_answers_that_run_or_wait_there() -> None:
 def test_an_engine_that_cannot_keep_the_promise_is_still_worse_with_more_running() -> None:
     slow = Promise(tpot_s=0.005)
     assert 0 < harm_s(slow, 0.010, 0.1, 100) < harm_s(slow, 0.010, 0.2, 100) < slow.harm_s
-    assert decode_danger_s(slow, 0.010, 0.0, 1.0) == pytest.approx(10 * (2 - 0.8))
-    assert decode_danger_s(slow, 0.012, 0.0, 1.0) > decode_danger_s(slow, 0.010, 0.0, 1.0)
+    assert decode_danger_s(slow, 0.005, 0.0, 1.0) == pytest.approx(3 * 0.2)
+    assert decode_danger_s(slow, 0.010, 0.0, 1.0) == decode_danger_s(slow, 0.020, 0.0, 1.0) == pytest.approx(0.9)
 
 
 def test_recent_prefills_stretch_the_steps_to_come() -> None:
     # Half of an answer's second was prefill: steps of 10 ms look like 20, far from the promise of 50; 0.3 s a second.
     assert decode_danger_s(Promise(), 0.010, 0.5, 1.0) == pytest.approx(0.15)
     # A promise that is near: 20 ms of 24.
-    assert decode_danger_s(Promise(tpot_s=0.024), 0.010, 0.5, 1.0) == pytest.approx(0.15 + 10 * (20 / 24 - 0.8))
+    assert decode_danger_s(Promise(tpot_s=0.024), 0.010, 0.5, 1.0) == pytest.approx(0.15 + 3 * (20 / 24 - 0.8))
     # Only prefills, of which one long one may be over: neither part grows without end.
-    assert decode_danger_s(Promise(tpot_s=0.020), 0.010, 9.0, 1.0) == pytest.approx(0.3 + 10 * (1 / 0.6 - 0.8))
+    assert decode_danger_s(Promise(tpot_s=0.020), 0.010, 9.0, 1.0) == pytest.approx(0.3 + 3 * 0.3)
 
 
 def test_prefills_fade_over_one_answer() -> None:
