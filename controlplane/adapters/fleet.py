@@ -39,9 +39,10 @@ from router.volatile_prefix import LOOKED_AT_BYTES, VolatilePrefixes
 _log = logging.getLogger(__name__)
 
 # Engines that accept `continuous_usage_stats` and `cache_salt` (read from their request schemas: vLLM 0.32 OpenAPI in
-# tests/recorded; the simulated engine speaks the same). Others get plain `include_usage`.
+# tests/recorded; the simulated engine speaks the same; SGLang's public source, whose older versions pass over a salt).
+# Others get plain `include_usage`.
 _CONTINUOUS_USAGE = frozenset({"vllm", "sglang", "sim"})
-CACHE_SALT_KINDS = frozenset({"vllm", "sim"})
+CACHE_SALT_KINDS = frozenset({"vllm", "sim", "sglang"})
 # A shorter prompt loses little when it is not found in a cache: a thousand tokens.
 _VOLATILE_MIN_BYTES = 4_096
 # Endpoints whose connection facts are kept; more than a router can hold.

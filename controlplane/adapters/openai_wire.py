@@ -47,6 +47,9 @@ _KINDS: Final = {
     "model": _REWRITTEN, "stream_options": _REWRITTEN,
     "cache_salt": _REMOVED, "priority": _REMOVED, "request_id": _REMOVED, "session_id": _REMOVED,
     "kv_transfer_params": _REMOVED, "ec_transfer_params": _REMOVED, "vllm_xargs": _REMOVED,
+    # SGLang and TensorRT-LLM: on which rank, under which name, from which tokens and whose KV a request runs
+    "disaggregated_params": _REMOVED, "routed_dp_rank": _REMOVED, "disagg_prefill_dp_rank": _REMOVED,
+    "data_parallel_rank": _REMOVED, "rid": _REMOVED, "input_ids": _REMOVED,
     "stream": _READ, "messages": _READ, "prompt": _READ, "tools": _READ, "n": _READ, "max_tokens": _READ,
     "max_completion_tokens": _READ, "user": _READ, "service_tier": _READ,
 }  # fmt: skip

@@ -41,6 +41,9 @@ from router.prompt_forms import PromptShape, Unhashed
 # and twice what a first prompt of 119,000 tokens takes in a thread.
 READ_DEADLINE_S = 0.5
 
+# Engines whose `/tokenize` is asked.
+_TOKENIZING_KINDS = frozenset({"vllm", "sim"})
+
 # What `read` counts beside the reasons of `Unhashed`.
 _TOO_SLOW = "too_slow"
 _NO_BLOCKS = "no_engine_heard"
@@ -178,7 +181,7 @@ class ExactPrefixes:
     async def _ask(self, model: str, shape: PromptShape, fields: dict[str, object]) -> list[int] | Unhashed:
         """Token ids from any engine of the model that is heard."""
         for endpoint in self._endpoints.values():
-            if model in endpoint.models and endpoint.kind in self._salted_kinds:
+            if model in endpoint.models and endpoint.kind in _TOKENIZING_KINDS and endpoint.api_key_env is None:
                 url = endpoint.url.removesuffix("/").removesuffix("/v1")
                 return await engine_tokens(self._client, url, model, shape, fields, deadline_s=READ_DEADLINE_S)
         return Unhashed.NO_TOKENIZER

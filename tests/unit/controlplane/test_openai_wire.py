@@ -235,7 +235,8 @@ class TestEdits:
         "name",
         [
             "cache_salt", "priority", "request_id", "session_id", "kv_transfer_params", "ec_transfer_params",
-            "bootstrap_host", "bootstrap_room", "vllm_xargs",
+            "bootstrap_host", "bootstrap_room", "vllm_xargs", "disaggregated_params", "routed_dp_rank",
+            "disagg_prefill_dp_rank", "data_parallel_rank", "rid", "input_ids",
         ],
     )  # fmt: skip
     @pytest.mark.parametrize("where", [0, 1, 2])
