@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export UV_NO_PROGRESS := 1
 
-.PHONY: help setup demo test fuzz lint format bench bench-size docs glossary requirements test-faults test-engines clean
+.PHONY: help setup demo test fuzz lint format bench bench-size bench-router docs glossary requirements test-faults test-engines clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ bench: setup ## Every benchmark, beside peers from PyPI (about 25 min; ARGS="--q
 
 bench-size: setup ## `perf size` against all its candidates simulated: time, promise, cost.
 	@$(PY) -m tests.bench.bench_size $(ARGS)
+
+bench-router: setup ## Routing policies on the same work: carried load, goodput, TTFT (ARGS="--quick --check"; docs/benchmarks.md).
+	@$(PY) -m tests.bench.bench_router_policies $(ARGS)
 
 docs: setup ## Build the documentation into site/.
 	@$(UV) pip install --quiet -r requirements/docs.txt

@@ -296,7 +296,7 @@ class Gateway:
             await asyncio.sleep(_TICK_S)
             feed, spool = self._feed.state(), self._spool.state()
             if self._exact is not None:
-                self._telemetry.unread(self._exact.counts)
+                self._telemetry.exact(self._exact.counts)
             shipper = read_status(self._settings.spool_dir)
             self._telemetry.tick(
                 {"sql": feed.answering, "redis": self._limits.state().answering},

@@ -113,18 +113,24 @@ def _expected(name: str) -> str:
     return f"{kind} above {bounds['gt']}" if "gt" in bounds else kind
 
 
-def tokenizer_sources(text: str) -> dict[str, Path | None]:
-    """The folders of `Settings.tokenizers` by model; None: an engine tokenises. Raises UsageError."""
+def tokenizer_sources(text: str, *, option: bool = True) -> dict[str, Path | None]:
+    """The folders of `Settings.tokenizers` by model; None: an engine tokenises.
+
+    Raises UsageError, or ConfigError where the environment named them (`option` False).
+    """
+    said = "--tokenizer" if option else "INFERPLANE_TOKENIZERS"
+    error = UsageError if option else ConfigError
     found: dict[str, Path | None] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         model, equals, source = part.partition("=")
         if not equals or not model or not source:
-            raise UsageError(f"--tokenizer is {part!r}; expected MODEL=FOLDER, or MODEL=engine.")
+            raise error(f"{said} is {part!r}; expected MODEL=FOLDER, or MODEL=engine.")
         if model in found:
-            raise UsageError(f"--tokenizer names {model} twice; expected each model once.")
+            raise error(f"{said} names {model} twice; expected each model once.")
         folder = None if source == "engine" else Path(source)
         if folder is not None and not (folder / "tokenizer.json").is_file():
-            raise UsageError(f"--tokenizer is {part!r}; expected a folder with a tokenizer.json, or the word engine.")
+            missing = "it has none" if folder.is_dir() else "there is no such folder"
+            raise error(f"{said} is {part!r}; expected a folder with a tokenizer.json ({missing}), or the word engine.")
         found[model] = folder
     return found
 

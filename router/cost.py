@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from math import exp
+from math import exp, log1p
 from statistics import median
 from typing import NamedTuple, Protocol
 
@@ -44,6 +44,9 @@ RECENT_MAX_S = 1.0
 
 # A TPOT beyond the promise by more than this share of it is as bad as one beyond by so much: it is missed either way.
 LATE_MAX_RATIO = 0.3
+
+# What an engine costs that cannot hold a request at all: it is picked only where none can.
+NEVER_FITS_S = 1e6
 
 # Room below the promise is never taken as less than this share of it, so that an engine which cannot keep the promise
 # even when empty still looks worse the more run there.
@@ -131,8 +134,11 @@ def faded_s(kept_s: float, kept_at_s: float, answer_s: float, now_s: float) -> f
 def decode_danger_s(promise: Promise, step_s: float, recent_s: float, answer_s: float) -> float:
     """Seconds that its own answer's danger is worth, on an engine with steps of `step_s` and `recent_s` of prefill."""
     stalled_ratio = min(recent_s / answer_s, STALLED_MAX_RATIO)
+    step_ratio = step_s / promise.tpot_s - promise.near_ratio
     over_ratio = step_s / (1 - stalled_ratio) / promise.tpot_s - promise.near_ratio
     danger_s = promise.recent_ratio * min(recent_s, RECENT_MAX_S)
+    if step_ratio > LATE_MAX_RATIO:  # late without any prefill: how late still matters
+        danger_s += log1p(step_ratio - LATE_MAX_RATIO)
     return danger_s + promise.late_s * min(over_ratio, LATE_MAX_RATIO) if over_ratio > 0 else danger_s
 
 
@@ -153,6 +159,8 @@ def eviction_s(speed: Speed, resident_tokens: float, new_tokens: int, reuse_rati
     capacity = speed.kv_capacity_tokens
     if capacity is None:
         return 0.0
+    if new_tokens > capacity:
+        return NEVER_FITS_S
     over_tokens = min(resident_tokens + new_tokens - capacity, new_tokens)
     return reuse_ratio * over_tokens / speed.prefill_tok_per_s if over_tokens > 0 else 0.0
 

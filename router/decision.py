@@ -126,6 +126,7 @@ class RouteDecision(NamedTuple):
             "endpoint_id": self.endpoint.endpoint_id,
             "model": self.ticket.model,
             "input_tokens": self.ticket.input_tokens,
+            "input_tokens_known": not self.ticket.asked_tokens,
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "predicted_ttft_s": self.predicted_ttft_s,
             "new_session": self.new_session,

@@ -79,6 +79,10 @@ _TIERS = {
 _LEVELS = (Tier.DEVICE, Tier.HOST)
 
 
+# Events of one message that are read: a step stores and removes a run for each of some hundred requests.
+_EVENTS_MAX_COUNT = 20_000
+
+
 class BadEvents(StrEnum):
     """Why bytes could not be read. The values are metric labels."""
 
@@ -86,6 +90,8 @@ class BadEvents(StrEnum):
     NOT_A_BATCH = "not_a_batch"
     NOT_AN_EVENT = "not_an_event"
     BAD_MEMBER = "bad_member"
+    TOO_MANY = "too_many"
+    """More events than one step of an engine makes: to read them would hold up everybody."""
 
 
 class BlocksStored(NamedTuple):
@@ -148,6 +154,8 @@ def decode(payload: bytes | memoryview) -> Batch | BadEvents:
     if not isinstance(body[0], int | float):
         return BadEvents.NOT_A_BATCH
     rank = body[2] if len(body) > 2 and isinstance(body[2], int) else None
+    if len(body[1]) > _EVENTS_MAX_COUNT:
+        return BadEvents.TOO_MANY
     batch = Batch(float(body[0]), [], rank, [], 0)
     unknown_count = 0
     for raw in body[1]:

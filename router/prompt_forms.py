@@ -60,6 +60,8 @@ class Unhashed(StrEnum):
     """Which special tokens the engine puts around a plain prompt is not certain."""
     TOKENIZER_FAILED = "tokenizer_failed"
     TOO_LONG = "too_long"
+    BUSY = "busy"
+    """Every thread that tokenises was taken."""
     """More text than is tokenised here."""
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_UNREACHABLE = "engine_unreachable"

@@ -293,7 +293,7 @@ class Router:
             token2_s = speed.prefill_s_per_token2
             if token2_s:
                 own_s += token2_s * new_tokens * (cached + new_tokens / 2)
-            queue_s = slowdown_s = evicted_s = 0.0
+            queue_s = slowdown_s = evicted_s = recent_s = 0.0
             step_s = speed.decode_s_per_token
             kv_tokens = load.kv_tokens
             answer_s = max(answer_tokens * step_s, ANSWER_MIN_S)
@@ -304,7 +304,7 @@ class Router:
                 others = load.request_count
                 step_s += others * speed.decode_s_per_running
                 slowdown_s = others * harm_s(promise, step_s, own_s, answer_tokens)
-            recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s)
+                recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s)  # alone it would say nothing
             decode_s = decode_danger_s(promise, step_s, recent_s, answer_s)
             capacity = speed.kv_capacity_tokens
             if capacity is not None:

@@ -32,7 +32,7 @@ from controlplane.adapters.key_secret import load_pepper
 from controlplane.adapters.keys_sql import KeyStore
 from controlplane.adapters.processes import Child
 from controlplane.adapters.tenancy_records import KeyWish
-from controlplane.config import Settings, engine_secret
+from controlplane.config import Settings, engine_secret, tokenizer_sources
 from controlplane.errors import ConfigError, UsageError
 from controlplane.tenancy import Scope
 from router.adapters.discovery import endpoint_of_url, read_endpoints, ssl_context
@@ -364,6 +364,10 @@ def child_env(settings: Settings, redis_url: str, run_dir: Path) -> dict[str, st
         "INFERPLANE_RUN_DIR": str(run_dir.resolve()),
         "INFERPLANE_WORKERS": str(settings.workers),
         "INFERPLANE_ACCESS_LOG": _absolute(settings.access_log),
+        "INFERPLANE_TOKENIZERS": ",".join(
+            f"{model}={'engine' if folder is None else folder.resolve()}"
+            for model, folder in tokenizer_sources(settings.tokenizers).items()
+        ),
         "PROMETHEUS_MULTIPROC_DIR": str((run_dir / "metrics").resolve()),
     }
     if settings.endpoints_file is not None:

@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             raise typer.Exit(2)
         node.check_host(settings.host)
         node.check_engines(engine or [])
-        tokenizer_sources(settings.tokenizers)
+        tokenizer_sources(settings.tokenizers, option=tokenizer is not None)
         node.check_access_log(settings.access_log, option=access_log is not None)
         if settings.endpoints_file is not None:
             node.check_endpoints(settings.endpoints_file)

@@ -71,7 +71,9 @@ class Metrics:
         self.retries = counter("retries", "Requests that needed a second engine.", "model")
         self.estimated = counter("estimated_requests", "Requests whose usage is an estimate.", "model")
         self.volatile = counter("volatile_prompts", "Prompts whose beginning changed since the turn before.", "model")
-        self.unread = counter("unread_prompts", "Prompts routed without exact knowledge although wanted.", "reason")
+        self.exact = counter(
+            "exact_prompts", "Prompts of models whose KV events are heard, by how they were read.", "result"
+        )
         self.lost_log_bytes = counter("access_log_lost_bytes", "Access lines that a slow reader made us drop.")
         self.denials = counter("denials", "Requests without a usable key.", "reason")
         labels = ("operation", "model")
@@ -126,7 +128,7 @@ class Telemetry:
         self._lines: list[bytes] = []
         self._lines_bytes = 0
         self._in_flight_count = 0
-        self._unread: dict[str, int] = {}
+        self._exact: dict[str, int] = {}
         # Counts since the last tick: adding here is five times cheaper than in the files that processes share.
         self._counts: dict[Any, int] = {}
         self._observed: dict[_Histogram, list[float]] = {}
@@ -143,13 +145,13 @@ class Telemetry:
         """A prompt's beginning changed, so that nothing after it is found in any cache."""
         self._add(self.metrics.volatile.labels(model), 1)
 
-    def unread(self, totals: Mapping[str, int]) -> None:
-        """So many prompts in all, by reason, could not be worked out for the exact index."""
-        for reason, total in totals.items():
-            before = self._unread.get(reason, 0)
+    def exact(self, totals: Mapping[str, int]) -> None:
+        """So many prompts in all were worked out for the exact index, or were not, by result."""
+        for result, total in totals.items():
+            before = self._exact.get(result, 0)
             if total > before:
-                self._unread[reason] = total
-                self.metrics.unread.labels(reason).inc(total - before)
+                self._exact[result] = total
+                self.metrics.exact.labels(result).inc(total - before)
 
     def finished(self, call: Call, trace: Trace) -> None:
         """A request has ended."""

@@ -1,9 +1,9 @@
 """`inferplane perf recalibrate`: measure a live pool from its metrics, correct its coefficients, alarm on drift.
 
 Owns: reading Prometheus pages of engines (vLLM's names, which our simulated engine has too) and of the gateway, windows
-between scrapes, and the exit code (1 with the reason on an alarm). Does not own: the arithmetic (`recalibration`) or
-the overlay file (`overlays`). The overlay is written even when the command alarms: what was measured is wanted most
-then.
+between scrapes, the verdict and the exit code (1 with the reason on drift; a pool that is idle is no fault). Does not
+own: the arithmetic (`recalibration`) or the overlay file (`overlays`). The overlay is written even when the command
+alarms: what was measured is wanted most then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +30,14 @@ _BOUND = "|le="
 
 _Page = Mapping[str, float]
 """Sample name -> sum over its labels; of buckets one for each bound."""
+
+
+class Verdict(StrEnum):
+    """What a run says of a pool; only `DRIFTED` is a reason to exit 1."""
+
+    STEADY = "steady"
+    DRIFTED = "drifted"
+    TOO_LITTLE_TRAFFIC = "too_little_traffic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ def recalibrate(  # noqa: PLR0913 typer makes one option of each parameter
     alarm_windows: Annotated[int, typer.Option(help="Windows outside the band, running, that raise the alarm.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Update a pool's coefficients from live metrics; exit 1 when it has drifted away from the model."""
+    """Update a pool's coefficients from live metrics; exit 1 when it has drifted away from the model (0: idle)."""
     from perfmodel.adapters.overlays import PoolOverlay, read_overlay, write_overlay
     from perfmodel.calibration.recalibration import recalibrated
 
@@ -82,7 +91,9 @@ def recalibrate(  # noqa: PLR0913 typer makes one option of each parameter
         measured = _Measured.of(pages)
         observed = measured.observed(steps, in_use, max_batched_tokens)
         result = recalibrated(in_use, observed, limits, before.out_of_band_count)
-        report = _report(result, in_use, measured, limits.band_ratio)
+        verdict = _verdict(result)
+        reason = _reason(pool, verdict, result, measured, limits)
+        report = {"verdict": str(verdict), "reason": reason, **_report(result, in_use, measured, limits.band_ratio)}
         if out is not None:
             facts = {"model": model, "gpu": gpu, "tp": tp, "weight_dtype": weight_dtype}
             write_overlay(out, pool, {**facts, **_learned(result)})
@@ -90,10 +101,8 @@ def recalibrate(  # noqa: PLR0913 typer makes one option of each parameter
             perf_output.show_json({"pool": pool, **report})
         else:
             _print(pool, report)
-        if result.step_ratio is None:
-            perf_output.fail(f"pool {pool}: no window could be used; expected engines that are busy in every window")
-        if result.alarmed:
-            perf_output.fail(_alarm(pool, result, limits.band_ratio))
+        if reason is not None and verdict is Verdict.DRIFTED:
+            perf_output.fail(reason)
 
 
 def _check(windows: int, window_s: float, max_batched_tokens: int) -> None:
@@ -327,6 +336,28 @@ def _row(window: Window) -> dict[str, Any]:
     return values
 
 
+def _verdict(result: Recalibration) -> Verdict:
+    """Without a window that could be used nothing is known, whatever earlier runs counted."""
+    if result.step_ratio is None:
+        return Verdict.TOO_LITTLE_TRAFFIC
+    return Verdict.DRIFTED if result.alarmed else Verdict.STEADY
+
+
+def _reason(pool: str, verdict: Verdict, result: Recalibration, measured: _Measured, limits: DriftLimits) -> str | None:
+    """One sentence for a verdict that needs one; None: steady."""
+    if verdict is Verdict.TOO_LITTLE_TRAFFIC:
+        return _too_little(pool, result, measured)
+    return _alarm(pool, result, limits.band_ratio) if verdict is Verdict.DRIFTED else None
+
+
+def _too_little(pool: str, result: Recalibration, measured: _Measured) -> str:
+    uses = [str(window.use) for each in measured.rounds for window in each]
+    counts = ", ".join(f"{uses.count(use)} {use}" for use in dict.fromkeys(uses))
+    said = f"pool {pool} had too little traffic to judge it: no window could be used ({counts}), so nothing was learned"
+    # What an earlier run found stands until a busy window says otherwise.
+    return f"{said}, and the drift of an earlier run stands" if result.alarmed else said
+
+
 def _alarm(pool: str, result: Recalibration, band_ratio: float) -> str:
     ratio = result.step_ratio or 1.0
     if result.clipped:
@@ -345,6 +376,7 @@ def _print(pool: str, report: Mapping[str, Any]) -> None:
         return "-" if value is None else f"{value:.3f}"
 
     typer.echo(f"pool {pool}: {report['step_count']} steps and {report['prompt_count']} prompts measured")
+    typer.echo(f"  verdict                   {report['verdict']}")
     typer.echo(f"  step time over predicted  {shown(report['step_ratio'])}")
     typer.echo(f"  decode multiplier         {report['decode_ratio_in_use']:.3f} -> {report['decode_ratio']:.3f}")
     typer.echo(f"  prefill multiplier        {report['prefill_ratio_in_use']:.3f} -> {report['prefill_ratio']:.3f}")
@@ -358,3 +390,5 @@ def _print(pool: str, report: Mapping[str, Any]) -> None:
         typer.echo(
             f"  gateway: TTFT {shown(seen['ttft_ms'])} ms, {shown(seen['outside_engine_ms'])} ms outside engines"
         )
+    if report["verdict"] == Verdict.TOO_LITTLE_TRAFFIC:
+        typer.echo(report["reason"])

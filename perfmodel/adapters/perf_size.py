@@ -1,7 +1,7 @@
 """The command `inferplane perf size`: a spec file in, the cheapest fleet that keeps its promises out.
 
-Owns: the command's options and its exit codes (0 with a plan, 1 when nothing
-fits, 2 for a spec that cannot be read). Does not own: the search (`search`), the spec's fields (`spec_file`) or the
+Owns: the command's options and its exit codes (0 with a plan, 1 when nothing fits, which leaves no plot either, 2 for a
+spec that cannot be read). Does not own: the search (`search`), the spec's fields (`spec_file`) or the
 plot's file (`plots`).
 """
 
@@ -68,14 +68,15 @@ def size(
             progress=perf_output.progress,
             policy=policy if check else None,
         )
-        if plot is not None:
+        if plot is not None and answer.sentence is None:
             write_plot(size_report.figure(answer), plot)
     if as_json:
         perf_output.show_json(size_report.as_json(answer))
     elif answer.sentence is None:
         perf_size_text.show(answer)
     if answer.sentence is not None:
-        perf_output.fail(answer.sentence)
+        unwritten = "" if plot is None else f"; no plan to plot, {plot} is not written"
+        perf_output.fail(answer.sentence + unwritten)
 
 
 def _no_effect(workers: int | None, dask: str | None) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sized
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +50,11 @@ def check_plot_path(path: Path) -> None:
 def write_plot(figure: Figure, path: Path) -> None:
     """Write the figure as .html (works without a network) or .png.
 
-    Raises as `check_plot_path` does, and PlotError when the browser draws nothing.
+    Raises as `check_plot_path` does, and PlotError for a figure without a point or when the browser draws nothing.
     """
     check_plot_path(path)
+    if not any(_has_points(trace.x) or _has_points(trace.y) for trace in figure.data):
+        raise PlotError(f"nothing to draw, {path} is not written")
     if path.suffix == ".html":
         path.write_text(_page(figure, fills_window=True), encoding="utf-8")
         return
@@ -61,6 +64,10 @@ def write_plot(figure: Figure, path: Path) -> None:
         drawn = Path(folder) / "figure.png"
         _draw(page, drawn)
         shutil.copyfile(drawn, path)
+
+
+def _has_points(values: Sized | None) -> bool:
+    return values is not None and len(values) > 0
 
 
 def _page(figure: Figure, *, fills_window: bool) -> str:

@@ -435,7 +435,7 @@ class CandidateSearch:
                 if len(short) > 1:
                     detail += f" (the nearest of {len(short)})"
                 halves = [self._halves[each] for each in (rows.first[index], rows.second[index]) if each >= 0]
-                what = " + ".join(f"{half.total_count} x ({described(half.option)})" for half in halves)
+                what = " + ".join(_half_words(half) for half in halves)
                 names = " + ".join(self._purchasing.devices(bill.units[index]))
                 self._refusals.append(
                     (topology, PoolRole.BOTH, Refusal(names, what, reason, detail, float(over[index])))
@@ -445,6 +445,13 @@ class CandidateSearch:
 
 def _all_words(count: int) -> str:
     return "the only replica" if count == 1 else f"all {count} replicas"
+
+
+def _half_words(half: Half) -> str:
+    """A pool in words; its spares are told because they may be what does not fit."""
+    spare = half.total_count - half.serving_count
+    told = "" if not spare else " with 1 spare" if spare == 1 else f" with {spare} spares"
+    return f"{half.total_count} x ({described(half.option)}){told}"
 
 
 def _empty_bill() -> Bill:

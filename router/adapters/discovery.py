@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
+from router.adapters.kv_sources import configured_sources
 from router.endpoints import Endpoint, EndpointRole, EndpointTls, EngineKind, EngineSpeed
 from router.errors import EndpointsError
 
@@ -43,6 +44,7 @@ Report = Callable[[str], None]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}\Z")
 
 # An endpoints file beyond this is a mistake: 10,000 engines take about 3 MB.
+_EXPONENT = re.compile(r"[0-9]+(\.[0-9]*)?[eE]\+?[0-9]+\Z")
 _FILE_MAX_BYTES = 8 * 1024 * 1024
 
 _FIELDS = frozenset(
@@ -119,6 +121,8 @@ class _Entry:
         """A finite number >= 0 (or > 0)."""
         value = self._content[name] if self.has(name) else default
         expected = "a number above 0" if above_zero else "a number of at least 0"
+        if isinstance(value, str) and _EXPONENT.match(value):
+            value = float(value)  # YAML 1.1 takes 11.1e9 for a text
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self.bad(name, expected)
         if value < 0 or (above_zero and value == 0):
@@ -253,6 +257,9 @@ def _kv_events(entry: _Entry) -> str | None:
         return None
     if not isinstance(value, str) or not re.fullmatch(r"(tcp|ipc)://\S+", value):
         entry.bad("kv_events", "a ZMQ address such as tcp://host:5557")
+    found = configured_sources(value, str(entry.raw("url")))
+    if isinstance(found, str):
+        entry.bad("kv_events", f"tcp://HOST:PORT?replay=PORT&topic=TEXT&ranks=COUNT ({found})")
     return value
 
 

@@ -33,7 +33,6 @@ from router.endpoints import Endpoint
 from router.errors import EndpointsError
 from router.kv_index import IndexCounters, KvIndex, RankId, Served
 from router.kv_keys import ChainIdentity, root_key
-from router.kv_stream import StreamTrouble
 from router.prompt_chains import ChainScope, PromptKeys
 from router.prompt_forms import PromptShape, Unhashed
 
@@ -41,12 +40,25 @@ from router.prompt_forms import PromptShape, Unhashed
 # and twice what a first prompt of 119,000 tokens takes in a thread.
 READ_DEADLINE_S = 0.5
 
-# Engines whose `/tokenize` is asked.
+# A larger request is not worked out: half a million tokens of text. To parse it takes 20 ms of the event loop.
+_BODY_MAX_BYTES = 2 * 1024 * 1024
+
+# Tokens that a template may add beyond the bytes of a request.
+_SPECIAL_MAX_COUNT = 4_096
+
+# How long an engine is left alone whose `/tokenize` did not answer: its other work goes on.
+_ASIDE_S = 30.0
+
+# Engines whose `/tokenize` is asked, over plain HTTP and without a key.
 _TOKENIZING_KINDS = frozenset({"vllm", "sim"})
+
+# Of that, how long an engine may take to tokenise: what is left makes keys of its answer.
+_ASK_DEADLINE_S = 0.4
 
 # What `read` counts beside the reasons of `Unhashed`.
 _TOO_SLOW = "too_slow"
 _NO_BLOCKS = "no_engine_heard"
+_READ = "read"
 
 
 class Blocks(NamedTuple):
@@ -85,6 +97,10 @@ class ExactPrefixes:
         self._secret = secret
         self._sources = dict(sources)
         self._salted_kinds = salted_kinds
+        self._monotonic_s = monotonic_s
+        self._turn = 0
+        self._aside_s: dict[str, float] = {}
+        """Until when an engine whose `/tokenize` failed is not asked."""
         self._report = report
         self._index = KvIndex(secret)
         self._subscriber = KvSubscriber(self._index, self._served, probe.get, report=report)
@@ -94,7 +110,7 @@ class ExactPrefixes:
         self._roots: dict[tuple[str, int], int] = {}
         self._loading: asyncio.Task[None] | None = None
         self.counts: Counter[str] = Counter()
-        """Requests by why their blocks are not known: a reason of `Unhashed`, `too_slow`, or `no_engine_heard`."""
+        """Requests whose blocks are known (`read`), others by why not: `Unhashed`, `too_slow`, `no_engine_heard`."""
 
     def start(self) -> None:
         """Hear events from now on; the tokenizers are read in the background."""
@@ -144,23 +160,31 @@ class ExactPrefixes:
         if not scopes:
             self.counts[_NO_BLOCKS] += 1
             return None
+        if len(body) > _BODY_MAX_BYTES:
+            self.counts[Unhashed.TOO_LONG] += 1
+            return None
         try:
             async with asyncio.timeout(READ_DEADLINE_S):
-                blocks = await self._blocks(model, shape, body_fields(body), salt, scopes)
+                blocks = await self._blocks(model, shape, body, salt, scopes)
         except TimeoutError:
             self.counts[_TOO_SLOW] += 1
             return None
         except ValueError:
             self.counts[Unhashed.MALFORMED] += 1
             return None
+        if blocks:
+            self.counts[_READ] += 1
         return ReadPrompt(model, tuple(blocks)) if blocks else None
 
     async def _blocks(
-        self, model: str, shape: PromptShape, fields: dict[str, object], salt: str, scopes: set[tuple[int, bool]]
+        self, model: str, shape: PromptShape, body: bytes, salt: str, scopes: set[tuple[int, bool]]
     ) -> list[Blocks]:
+        fields, body_bytes = body_fields(body), len(body)
         ids: list[int] | Unhashed | None = None
         if not self._tokens.knows(model):
             ids = await self._ask(model, shape, fields)
+            if not isinstance(ids, Unhashed) and len(ids) > body_bytes + _SPECIAL_MAX_COUNT:
+                ids = Unhashed.ENGINE_REFUSED  # more tokens than bytes: it answers for another prompt
         found = []
         for block_tokens, salted in sorted(scopes):
             scope = ChainScope(self._root(model, block_tokens), block_tokens, salt if salted else None)
@@ -179,12 +203,26 @@ class ExactPrefixes:
         self.counts[keys.reason or Unhashed.MALFORMED] += 1
 
     async def _ask(self, model: str, shape: PromptShape, fields: dict[str, object]) -> list[int] | Unhashed:
-        """Token ids from any engine of the model that is heard."""
-        for endpoint in self._endpoints.values():
-            if model in endpoint.models and endpoint.kind in _TOKENIZING_KINDS and endpoint.api_key_env is None:
-                url = endpoint.url.removesuffix("/").removesuffix("/v1")
-                return await engine_tokens(self._client, url, model, shape, fields, deadline_s=READ_DEADLINE_S)
-        return Unhashed.NO_TOKENIZER
+        """Token ids from one of the model's engines that are heard, in turn; one that failed is left alone a while."""
+        now_s = self._monotonic_s()
+        able = [
+            endpoint
+            for _, endpoint in self._heard(model)
+            if endpoint.kind in _TOKENIZING_KINDS
+            and endpoint.api_key_env is None
+            and not endpoint.drain
+            and endpoint.url.startswith("http:")
+            and self._aside_s.get(endpoint.endpoint_id, now_s) <= now_s
+        ]
+        if not able:
+            return Unhashed.NO_TOKENIZER
+        self._turn += 1
+        endpoint = able[self._turn % len(able)]
+        url = endpoint.url.removesuffix("/").removesuffix("/v1")
+        ids = await engine_tokens(self._client, url, model, shape, fields, deadline_s=_ASK_DEADLINE_S)
+        if isinstance(ids, Unhashed) and ids in (Unhashed.ENGINE_TIMEOUT, Unhashed.ENGINE_UNREACHABLE):
+            self._aside_s[endpoint.endpoint_id] = now_s + _ASIDE_S
+        return ids
 
     def _root(self, model: str, block_tokens: int) -> int:
         known = self._roots.get((model, block_tokens))
@@ -224,13 +262,14 @@ class ExactPrefixes:
         return Told(prompt.blocks[0].total_tokens, told)
 
     def state_of(self, endpoint_id: str) -> str | None:
-        """`heard`, or why the events of this endpoint's engine are not believed now; None: it should not be heard."""
-        endpoint = self._endpoints.get(endpoint_id)
-        if endpoint is None or self._served(endpoint) is None:
+        """`heard`, or why the events of this endpoint's engine are not believed now; None: nobody listens to it."""
+        reading = next((each for each in self._subscriber.reading() if each.endpoint_id == endpoint_id), None)
+        if reading is None:
             return None
-        ranks = [rank for rank in self._index.ranks() if rank.engine_id == endpoint_id]
-        troubles = [trouble.value for rank in ranks if (trouble := self._subscriber.trouble(rank)) is not None]
-        return troubles[0] if troubles else "heard" if ranks else StreamTrouble.UNREACHABLE.value
+        troubles = [each.stream.trouble.value for each in reading.ranks if each.stream.trouble is not None]
+        if reading.fault is not None:
+            return reading.fault
+        return troubles[0] if troubles else "heard" if reading.ranks else "asked where it publishes"
 
     def reading(self) -> tuple[EngineReading, ...]:
         """How the engines are heard."""

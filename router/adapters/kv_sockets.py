@@ -31,11 +31,11 @@ _PING_EVERY_MS, _PING_ANSWER_MS = 2_000, 6_000
 _HANDSHAKE_MS = 5_000
 
 # Messages that libzmq keeps for us. vLLM's publisher keeps 100,000 more on its side and drops beyond.
-_LIVE_MAX_COUNT = 4_096
+_LIVE_MAX_COUNT = 1_024
 # vLLM's replay socket drops what its own queue (1,000) cannot pass on; what waits here does not fill that queue.
 _REPLAY_MAX_COUNT = 16_384
 # A message beyond this closes the connection: the largest real one is a step's blocks, well under 1 MiB.
-_MESSAGE_MAX_BYTES = 64 * 2**20
+_MESSAGE_MAX_BYTES = 4 * 2**20
 
 
 class SocketsFault(Exception):
@@ -98,7 +98,7 @@ class RankSockets:
             self._live.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
             self._monitor = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._live.connect(source.endpoint)
-        except (zmq.ZMQError, OverflowError) as fault:
+        except (zmq.ZMQError, OverflowError, ValueError) as fault:
             self.close()
             raise SocketsFault(f"{source.endpoint} cannot be connected to: {fault}") from fault
         self._loop.add_reader(self._live.FD, wake)
@@ -151,7 +151,7 @@ class RankSockets:
                 self._loop.add_reader(self._replay.FD, self._wake)
             self.ask_id = ask_id
             self._replay.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
-        except (zmq.ZMQError, OverflowError) as fault:
+        except (zmq.ZMQError, OverflowError, ValueError) as fault:
             self._close_replay()
             raise SocketsFault(f"{self._source.replay_endpoint} cannot be asked: {fault}") from fault
         self._wake()

@@ -56,8 +56,8 @@ def _publishes(entry: dict[str, Any]) -> bool:
 
 def _source(rank: int, entry: dict[str, Any], engine_host: str) -> KvSource:
     replay, topic = entry.get("replay_endpoint"), entry.get("topic", "")
-    if rank < 0 or not isinstance(topic, str):
-        raise ValueError
+    if rank < 0 or not isinstance(topic, str) or not topic.isascii():
+        raise ValueError(topic)
     endpoint = reached_from_here(entry["endpoint"], engine_host)
     return KvSource(rank, endpoint, reached_from_here(replay, engine_host) if replay else None, topic)
 
@@ -67,6 +67,8 @@ def reached_from_here(address: str, engine_host: str, *, near: bool = False) -> 
     on a machine that is not this one: another engine may listen at the same port here. Raises ValueError.
     """
     scheme, separator, rest = address.partition("://")
+    if not address.isascii() or not address.isprintable():
+        raise ValueError(address)
     if not separator or scheme not in ("tcp", "ipc"):
         raise ValueError(address)
     if scheme == "ipc":

@@ -190,7 +190,9 @@ class KvSubscriber:
                 wait_s = min(2 * wait_s, _ASK_MAX_S)
                 continue
             wait_s = _ASK_FIRST_S
-            engine.fault = None if found else f"{engine.endpoint.endpoint_id} publishes no KV events"
+            engine.fault = None
+            if not found:
+                self._complain(engine, f"{engine.endpoint.endpoint_id} publishes no KV events")
             self._adopt(engine, found)
             if engine.fault is None:
                 engine.told = ""
@@ -335,6 +337,7 @@ class KvSubscriber:
 
     def _tick(self) -> None:
         """Time passes in every stream; questions that had to wait are sent; dead sockets are made anew."""
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)  # first: no fault may stop time
         now_s = _now_s()
         self._grant(now_s)
         for engine in self._engines.values():
@@ -343,7 +346,6 @@ class KvSubscriber:
                     self._connect(engine, heard)
                 heard.tick(now_s)
                 self._wake(heard)
-        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
 
 def _now_s() -> float:

@@ -40,14 +40,27 @@ class PromptLimits:
 
     store_bytes: int = 512 * _MIB
     """Keys and offsets between requests: about 100 kB for a session of 119,000 tokens in blocks of 16."""
-    max_text_bytes: int = 16 * _MIB
-    """Beyond it a prompt has no keys: 4 million tokens, ten seconds of a core."""
-    max_render_s: float = 1.0
+    max_text_bytes: int = 2 * _MIB
+    """Beyond it a prompt has no keys: half a million tokens, some seconds of a core, and 200 bytes of memory a byte."""
+    max_messages_count: int = 2_000
+    """Messages and tools beyond it are not rendered: each costs ten microseconds on the event loop."""
+    max_render_s: float = 0.1
+    """On the event loop; 119,000 tokens take 2 ms."""
+    gate_wait_s: float = 0.05
+    """How long a prompt with much that is new waits for a thread: who has waited is routed without its keys."""
     now_bytes: int = 8 * 1024
     """Tokenised on the event loop at most: 4 to 5 ms at 550 ns a byte. A returning step adds 4 kB."""
     now_id_bytes: int = 512 * 1024
     """Of token ids, hashed on the event loop at most: 3 ms for 131,000 ids."""
     thread_count: int = 2
+
+
+# Members of a request that hold what is rendered one by one.
+_LISTS: Final = ("messages", "input", "tools")
+
+
+def _count(value: object) -> int:
+    return len(value) if isinstance(value, list) else 0
 
 
 class Prompt(NamedTuple):
@@ -103,17 +116,34 @@ class PromptTokens:
         if self._is_quick(work):
             return self._run(prompt, work)
         must_wait = self._gate.locked()
-        async with self._gate:
+        try:
+            async with asyncio.timeout(self._limits.gate_wait_s):
+                await self._gate.acquire()
+        except TimeoutError:
+            return self._counted(prompt, Unhashed.BUSY)
+        try:
             again = self._begin(prompt) if must_wait else work  # another one may have done most of it since
-            if isinstance(again, Unhashed):
-                return self._counted(prompt, again)
-            if self._is_quick(again):
-                return self._run(prompt, again)
-            try:
-                found = await asyncio.get_running_loop().run_in_executor(self._threads, again.run)
-            except Exception:  # the library raises plain Exception
-                return self._counted(prompt, Unhashed.TOKENIZER_FAILED)
-            return self._kept(prompt, again, found)
+            if isinstance(again, Unhashed) or self._is_quick(again):
+                self._gate.release()
+                return self._counted(prompt, again) if isinstance(again, Unhashed) else self._run(prompt, again)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, again.run)
+        except BaseException:
+            self._gate.release()
+            raise
+
+        def ended(done: asyncio.Future[PromptKeys]) -> None:
+            # Also when nobody waits any more: the thread was taken all the same, and the next step can go on from it.
+            self._gate.release()
+            if not done.cancelled() and done.exception() is None:
+                self.chains.keep(again)
+
+        running.add_done_callback(ended)
+        try:
+            found = await asyncio.shield(running)
+        except Exception:  # the library raises plain Exception
+            return self._counted(prompt, Unhashed.TOKENIZER_FAILED)
+        self.counts[prompt.shape, found.reason] += 1
+        return found
 
     def keys_of_ids(self, prompt: Prompt, ids: Sequence[int] | Unhashed) -> PromptKeys | Unhashed:
         """The keys of token ids that an engine gave for a prompt, or why it gave none."""
@@ -124,6 +154,8 @@ class PromptTokens:
         return work.new_bytes <= (self._limits.now_bytes if work.tokenises else self._limits.now_id_bytes)
 
     def _begin(self, prompt: Prompt) -> Work | Unhashed:
+        if any(_count(prompt.fields.get(name)) > self._limits.max_messages_count for name in _LISTS):
+            return Unhashed.TOO_LONG
         model = self._models.get(prompt.model)
         system_first = None if model is None else model.system_first
         request = read_request(prompt.shape, prompt.fields, prompt.rules, system_first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp
+from math import exp, log1p
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -95,8 +95,9 @@ class Duel:
 
 
 def late_s(step_s: float) -> float:
-    """Steps over four fifths of the promise: three seconds a promise, and no more than 0.9."""
-    return min(max(0.0, 3 * (step_s / 0.050 - 0.8)), 0.9)
+    """Steps over four fifths of the promise: three seconds a promise up to 0.9, then slowly more."""
+    over = step_s / 0.050 - 0.8
+    return min(max(0.0, 3 * over), 0.9) + log1p(max(0.0, over - 0.3))
 
 
 def check_break_even(duel: Duel, running: int) -> None:

@@ -106,7 +106,7 @@ def row(router: Router, site: Any, load: Load, request: RouteRequest, now_s: flo
         share = router._config.ladder.ends_bytes[held - 1] / request.chain.total_bytes
         cached = min(int(work.input_tokens * share * site.trust_ratio), work.input_tokens - 1)
     answer_s = max(work.answer_tokens * speed.decode_s_per_token, ANSWER_MIN_S)
-    recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s)
+    recent_s = faded_s(site.prefills_s, site.prefills_at_s, answer_s, now_s) if load.kv_tokens else 0.0
     queue_s, own_s, decode_s, slowdown_s = price(speed, load, work, cached, recent_s=recent_s, now_s=now_s)
     resident = site.holdings.held_bytes / site.bytes_per_token
     new_tokens = work.input_tokens - cached + work.output_tokens

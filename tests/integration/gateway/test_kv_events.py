@@ -51,6 +51,25 @@ class Crew:
         assert predicted is not None
         return event.open.endpoint, predicted, usage["prompt_tokens_details"]["cached_tokens"]
 
+    def known(self, text: str, tenant: int = 0) -> tuple[str, int, int]:
+        """The same for a prompt that is surely worked out: on a machine that is busy enough one may take too long, and
+        is routed by the history then. Each try ends in another way, so that none finds more than what was there.
+        """
+        for number in range(20):
+            before = self.read_count()
+            answer = self.ask(f"{text} try {number}", tenant)
+            for _ in range(20):  # counts are written four times a second
+                if self.read_count() > before:
+                    return answer
+                time.sleep(0.1)
+        raise AssertionError("no prompt is worked out in time")
+
+    def read_count(self) -> float:
+        with http_client(self.node.url) as client:
+            lines = client.get("/metrics").text.splitlines()
+        name = 'inferplane_exact_prompts_total{result="read"'
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
     def told(self) -> None:
         """Events of what was just asked have come."""
         time.sleep(0.3)
@@ -83,7 +102,7 @@ def test_what_is_predicted_is_what_the_engine_finds(crew: Crew) -> None:
     assert (predicted, cached) == (0, 0)
     crew.told()
     for turn in range(4):
-        engine, predicted, cached = crew.ask(text + f"turn {turn}" * 5)
+        engine, predicted, cached = crew.known(text + f"turn {turn}" * 5)
         assert engine == home
         assert cached == 640 and abs(predicted - cached) <= 1
         crew.told()
@@ -105,10 +124,10 @@ def test_a_node_that_restarted_knows_from_the_engines_what_they_hold(crew: Crew)
     node = crew.node
     assert node.stop() == 0
     arguments = ["--endpoints", str(node.endpoints_file), "--data-dir", str(node.data_dir), "--workers", "2"]
-    start(node, arguments, {**ENV, "INFERPLANE_TOKENIZERS": f"{MODEL}=engine"})
+    start(node, [*arguments, "--tokenizer", f"{MODEL}=engine"], ENV)  # the flag reaches the processes as well
     crew.heard()
     for text, home in zip(texts, homes, strict=True):
-        engine, predicted, cached = crew.ask(text + "after the restart" * 3)
+        engine, predicted, cached = crew.known(text + "after the restart" * 3)
         assert engine == home and cached == 480 and abs(predicted - cached) <= 1
 
 
@@ -125,7 +144,7 @@ def test_an_engine_that_was_killed_is_known_to_be_empty(crew: Crew) -> None:
     with engine_sim(port=port, events_port=int(events.rpartition(":")[2])):
         crew.heard()
         # What only the dead engine held is nowhere now; the other one has what it served since.
-        engine, predicted, cached = crew.ask(text + "z" * 30)
+        engine, predicted, cached = crew.known(text + "z" * 30)
         assert engine == other and cached == 640 and abs(predicted - cached) <= 1
         fresh = prompt("only before", 40)
         assert crew.ask(fresh)[1:] == (0, 0)

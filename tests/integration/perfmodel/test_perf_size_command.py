@@ -100,6 +100,17 @@ def test_an_impossible_spec_says_the_bound(tmp_path: Path) -> None:
     assert answer["plan"] is None and answer["reason"] and answer["rejected"]
 
 
+def test_a_spec_that_cannot_be_kept_leaves_no_plot(tmp_path: Path) -> None:
+    drawn = tmp_path / "plan.html"
+    done = size(str(EXAMPLES / "impossible.yaml"), "--json", "--plot", str(drawn))
+    assert done.exit_code == 1 and not drawn.exists()
+    reason = json.loads(done.stdout)["reason"]
+    assert done.stderr.splitlines()[-1] == f"perf: {reason}; no plan to plot, {drawn} is not written"
+    drawn.write_text("the plan of yesterday", encoding="utf-8")
+    size(str(EXAMPLES / "impossible.yaml"), "--plot", str(drawn))
+    assert drawn.read_text(encoding="utf-8") == "the plan of yesterday"
+
+
 def test_day_and_night_give_two_plans_and_the_moves_between_them() -> None:
     done = size(str(EXAMPLES / "day_night.yaml"), "--json", "--no-flips")
     assert done.exit_code == 0, done.output
@@ -213,6 +224,12 @@ def test_a_spec_that_is_no_yaml_or_not_there(tmp_path: Path) -> None:
     [
         ("model: a\nslo: {}\nmodel: b\n", "has model twice, on lines 1 and 3; expected each key once"),
         ("load: {rate_p50_per_s: 1, rate_p50_per_s: 2}\n", "has rate_p50_per_s twice, on line 1"),
+        ("1: a\n2: b\n0x1: c\n", "has 1 and 0x1, which are one key, on lines 1 and 3; expected each key once"),
+        ("{1: a, 1.0: b}\n", "has 1 and 1.0, which are one key, on line 1"),
+        ("true: a\nYes: b\n", "has true and Yes, which are one key, on lines 1 and 2"),
+        ("~: a\nnull: b\n", "has ~ and null, which are one key, on lines 1 and 2"),
+        ('model: a\n"model": b\n', "has model twice, on lines 1 and 2"),
+        (".nan: a\n.nan: b\n", "has .nan twice, on lines 1 and 2"),
     ],
 )
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -231,12 +248,17 @@ _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("rate", "words"),
     [
         ("2026-13-45", "has a value that cannot be read: month must be in 1..12"),
-        ("9" * 5_001, "has a value that cannot be read"),
+        ("9" * 5_001, "has a number of 5001 characters on line 4, 9999999999...; expected at most 100"),
+        ("0x" + "f" * 5_000, "has a number of 5002 characters on line 4, 0xffffffff...; expected at most 100"),
+        ("!!int '0x" + "f" * 5_000 + "'", "has a number of 5002 characters on line 4, 0xffffffff..."),
+        ("1" + ":59" * 3_000, "has a number of 9001 characters on line 4, 1:59:59:59...; expected at most 100"),
+        ("1" + ":59" * 3_000 + ".5", "has a number of 9003 characters on line 4"),
+        ("0x" + "f" * 98, "load.rate_p50_per_s is 1008691358"),
         ("!!bool foo", "has a value that cannot be read"),
         ("!!int ''", "has a value that cannot be read"),
         ("!!timestamp foo", "has a value that cannot be read"),
         ("!!map [a]", "has a value that cannot be read"),
-        ("9" * 401, "load.rate_p50_per_s is 999"),
+        ("9" * 100, "load.rate_p50_per_s is 999"),
         ("1.0e-300", "load.rate_p50_per_s is 1e-300; expected 0, or 1e-09 to 1e+15"),
         ("1.0e+308", "load.rate_p50_per_s is 1e+308; expected 0, or 1e-09 to 1e+15"),
         (f"{{{_LAUGHS.replace(chr(10), ', ')} j: *i}}", "load.rate_p50_per_s is "),
@@ -244,6 +266,11 @@ _LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ids=[
         "no such day",
         "thousands of digits",
+        "thousands of hexadecimal digits",
+        "the same with a tag",
+        "thousands of digits of base 60",
+        "the same with a fraction",
+        "a hundred characters",
         "no bool",
         "no number",
         "no time",
@@ -261,6 +288,29 @@ def test_a_value_that_no_quantity_has_is_one_sentence(tmp_path: Path, rate: str,
     done = size(str(path))
     assert done.exit_code == 2, done.output
     assert words in done.stderr and done.stderr.count("\n") == 1 and len(done.stderr) < 500
+
+
+@pytest.mark.parametrize("digits", ["9" * 5_000, "0x" + "f" * 5_000], ids=["decimal", "hexadecimal"])
+@pytest.mark.parametrize(
+    "place", ["? {}\n: 1\n", "accelerators: {{A100-SXM-80GB: {{inventory: {}}}}}\n", "choices: [{}]\n"]
+)
+def test_a_number_of_thousands_of_digits_is_one_sentence_anywhere(tmp_path: Path, place: str, digits: str) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text(place.format(digits), encoding="utf-8")
+    done = size(str(path))
+    assert done.exit_code == 2 and "has a number of 500" in done.stderr and " characters on line 1, " in done.stderr
+    assert done.stderr.count("\n") == 1 and len(done.stderr) < 300
+
+
+def test_merged_keys_may_be_given_again(tmp_path: Path) -> None:
+    load = "{rate_p50_per_s: 40, input_tokens: 1000, output_tokens: 150}"
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        f"model: Llama-3.1-8B\nslo: {{ttft_ms: 1000, tpot_ms: 30}}\nload: {{<<: {load}, input_tokens: 500}}\n"
+        "accelerators: {A100-SXM-80GB: {usd_per_h: 1, inventory: 8}}\n",
+        encoding="utf-8",
+    )
+    assert read_spec(path, load_catalog()).periods[0].classes[0].demand.input_tokens == 500
 
 
 def test_a_spec_that_is_not_text(tmp_path: Path) -> None:

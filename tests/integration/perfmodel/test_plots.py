@@ -98,3 +98,15 @@ def test_without_plotly_the_way_to_get_it_is_named(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(PlotError, match="from a checkout `make setup` installs it"):
         check_plot_path(tmp_path / "plot.html")
+
+
+@pytest.mark.parametrize("drawn", [go.Figure(), go.Figure(go.Scatter(x=[], y=[], name="TTFT")), go.Figure(go.Box())])
+def test_a_figure_without_a_point_leaves_no_file(drawn: go.Figure, tmp_path: Path) -> None:
+    with pytest.raises(PlotError, match=r"nothing to draw, .*plot\.html is not written"):
+        write_plot(drawn, tmp_path / "plot.html")
+    assert not (tmp_path / "plot.html").exists()
+
+
+def test_a_figure_of_values_alone_is_drawn(tmp_path: Path) -> None:
+    write_plot(go.Figure(go.Box(y=[1, 2, 3])), tmp_path / "plot.html")
+    assert (tmp_path / "plot.html").exists()

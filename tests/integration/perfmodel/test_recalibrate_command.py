@@ -108,6 +108,8 @@ def test_right_coefficients_stay(busy: Scrapes, tmp_path: Path) -> None:
     code, said, complaint = recalibrate(*H100, "--metrics", busy.option, "--out", str(out), "--json")
     assert (code, complaint) == (0, "")
     found = json.loads(said)
+    assert list(found)[:3] == ["pool", "verdict", "reason"]
+    assert (found["verdict"], found["reason"]) == ("steady", None)
     assert found["step_ratio"] == pytest.approx(1.0, abs=0.1)
     assert found["decode_ratio"] == pytest.approx(1.0, abs=0.12)
     assert found["prefill_ratio"] == pytest.approx(1.0, abs=0.3)
@@ -124,6 +126,7 @@ def test_wrong_coefficients_are_found_corrected_and_told(busy: Scrapes, tmp_path
     assert complaint.startswith("perf: pool chat has drifted: its steps take 0.") and complaint.count("\n") == 1
     assert "outside 20% in 3 windows running" in complaint
     found = json.loads(said)
+    assert (found["verdict"], f"perf: {found['reason']}\n") == ("drifted", complaint)
     assert found["step_ratio"] == pytest.approx(1 / 1.7, abs=0.07)
     assert found["decode_ratio"] < 1.35, "most of the way from 1.7 to 1, as 900 steps allow"
     # The corrected overlay, used with the same windows again, comes closer and ends the alarm.
@@ -167,11 +170,46 @@ def test_overlays_of_other_pools_stay(busy: Scrapes, tmp_path: Path) -> None:
     assert set(json.loads(out.read_text())["pools"]) == {"chat", "b"}
 
 
-def test_an_idle_engine_is_no_measurement(busy: Scrapes) -> None:
-    first = busy.files[0]
-    code, _, complaint = recalibrate(*H100, "--metrics", f"{first},{first}")
-    assert code == 1
-    assert complaint == "perf: pool chat: no window could be used; expected engines that are busy in every window\n"
+def page(folder: Path, number: int, steps: int, started_s: float = 1.0) -> Path:
+    """One scrape of an engine that made so many steps."""
+    path = folder / f"{number}.prom"
+    path.write_text(
+        "# TYPE vllm:iteration_tokens_total histogram\n"
+        f'vllm:iteration_tokens_total_bucket{{le="+Inf"}} {steps}\n'
+        f"vllm:iteration_tokens_total_count {steps}\n"
+        f"vllm:iteration_tokens_total_created {started_s}\n"
+    )
+    return path
+
+
+IDLE = "too little traffic to judge it: no window could be used (1 idle, 1 restarted), so nothing was learned"
+
+
+def test_too_little_traffic_is_neither_drift_nor_a_fault(tmp_path: Path) -> None:
+    files = (page(tmp_path, 0, 10), page(tmp_path, 1, 12), page(tmp_path, 2, 1, started_s=2.0))
+    option = "night=" + ",".join(map(str, files))
+    code, said, complaint = recalibrate(*H100, "--metrics", option)
+    assert (code, complaint) == (0, "")
+    assert said.splitlines()[-1] == f"pool chat had {IDLE}"
+    code, said, complaint = recalibrate(*H100, "--metrics", option, "--json")
+    assert (code, complaint) == (0, "")
+    found = json.loads(said)
+    assert (found["verdict"], found["reason"]) == ("too_little_traffic", f"pool chat had {IDLE}")
+    assert (found["decode_ratio"], found["step_ratio"]) == (1.0, None)
+
+
+def test_an_idle_window_neither_ends_nor_raises_the_alarm_of_an_earlier_run(tmp_path: Path) -> None:
+    before, out = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(
+        json.dumps({"pools": {"chat": {"decode_ratio": 1.5, "prefill_ratio": 1.2, "out_of_band_count": 3}}})
+    )
+    files = f"{page(tmp_path, 0, 10)},{page(tmp_path, 1, 12)}"
+    code, said, _ = recalibrate(*H100, "--metrics", files, "--overlay", str(before), "--out", str(out), "--json")
+    found = json.loads(said)
+    assert (code, found["verdict"]) == (0, "too_little_traffic")
+    assert found["reason"].endswith("nothing was learned, and the drift of an earlier run stands")
+    kept = json.loads(out.read_text())["pools"]["chat"]
+    assert (kept["decode_ratio"], kept["prefill_ratio"], kept["out_of_band_count"]) == (1.5, 1.2, 3)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,17 @@ def test_inventory_and_racks_bound_what_is_bought() -> None:
     assert found.plan is None or (found.plan.watts or 0) <= 2500
 
 
+@pytest.mark.parametrize(("spare", "words"), [(0, ""), (1, " with 1 spare"), (2, " with 2 spares")])
+def test_what_exceeds_the_inventory_names_its_spares(spare: int, words: str) -> None:
+    few = (offer(FAST, 2.0, inventory=8, unit=4), offer(CHEAP, 1.0, inventory=4))
+    heavy = traffic(demand=replace(DEMAND, rate_p90_per_s=120.0))
+    found = sized(Setting(classes=(heavy,), offers=few, choices=ONLY_APART, spare=SpareRule(replica_count=spare)))
+    short = [each.what for each in found.rejections if each.reason is RejectionReason.INVENTORY and " x (" in each.what]
+    assert short, [each.what for each in found.rejections]
+    for what in short:
+        assert all(pool.endswith(f"){words}") for pool in what.split(" + ")), what
+
+
 def test_racks_ask_for_the_power_of_every_unit() -> None:
     asked = problem(Setting(offers=(offer(FAST, 2.0, watts=None),)))
     with pytest.raises(ConfigError, match=r"accelerators.fast.unit.kw is missing"):

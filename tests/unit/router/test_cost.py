@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import e, exp
+from math import e, exp, log1p
 
 import pytest
 
 from router.cost import (
     DEFAULT_SPEED,
+    NEVER_FITS_S,
     Promise,
     SpeedLearner,
     Work,
@@ -62,7 +63,14 @@ def test_an_engine_that_cannot_keep_the_promise_is_still_worse_with_more_running
     slow = Promise(tpot_s=0.005)
     assert 0 < harm_s(slow, 0.010, 0.1, 100) < harm_s(slow, 0.010, 0.2, 100) < slow.harm_s
     assert decode_danger_s(slow, 0.005, 0.0, 1.0) == pytest.approx(3 * 0.2)
-    assert decode_danger_s(slow, 0.010, 0.0, 1.0) == decode_danger_s(slow, 0.020, 0.0, 1.0) == pytest.approx(0.9)
+    # 10 ms are two promises, 1.2 above where it counts: 0.9 s, and the logarithm of what is beyond 0.3.
+    assert decode_danger_s(slow, 0.010, 0.0, 1.0) == pytest.approx(0.9 + log1p(1.2 - 0.3))
+    assert decode_danger_s(slow, 0.060, 0.0, 1.0) > decode_danger_s(slow, 0.010, 0.0, 1.0) + 1
+
+
+def test_an_engine_that_cannot_hold_a_request_is_the_last_resort() -> None:
+    small = EngineSpeed(1_000.0, 0.0, 0.010, kv_capacity_tokens=10_000)
+    assert eviction_s(small, 0, 10_001, 0.25) == NEVER_FITS_S
 
 
 def test_recent_prefills_stretch_the_steps_to_come() -> None:

@@ -111,6 +111,8 @@ def test_another_url_or_kind_is_another_incarnation_and_nothing_else_is() -> Non
             entry(kv_events="engine:5557"),
             "field kv_events: 'engine:5557' is not a ZMQ address such as tcp://host:5557.",
         ),
+        (entry(kv_events="tcp://h:99999"), "is not tcp://HOST:PORT?replay=PORT&topic=TEXT&ranks=COUNT (kv_events: "),
+        (entry(kv_events="tcp://h:1?replai=2"), "has an unknown option 'replai'; the options are replay, topic, ranks"),
         (entry(tls=True), "entry 1, field tls is True; a mapping with ca, server_name, verify was expected."),
         (entry(tls={"cert": "x"}), "field tls has an unknown field 'cert'; the fields are ca, server_name, verify."),
         (entry(tls={"ca": 1}), "field tls, field ca: 1 is not the path of a PEM file."),
@@ -143,6 +145,11 @@ def test_a_wrong_file_is_one_sentence_with_file_entry_field_value_and_expectatio
     with pytest.raises(EndpointsError, match=re.escape(sentence)) as caught:
         parse(text)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("engines.yaml")
+
+
+def test_a_number_with_an_exponent_is_one() -> None:
+    (read,) = parse_endpoints("- {id: a, url: 'http://a', kv_link_bytes_per_s: 11.1e9}", "engines.yaml")
+    assert read.kv_link_bytes_per_s == 11.1e9
 
 
 @pytest.mark.parametrize("url", ["http://user:hunter2@a:1", "http://:hunter2@a", "https://hunter2@a"])

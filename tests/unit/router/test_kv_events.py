@@ -186,6 +186,7 @@ def test_a_placeholder_of_a_slower_tier_has_hashes_only() -> None:
         (msgpack.packb({"a": 1}), BadEvents.NOT_A_BATCH),
         (msgpack.packb([1.0]), BadEvents.NOT_A_BATCH),
         (msgpack.packb([None, []]), BadEvents.NOT_A_BATCH),
+        (msgpack.packb([1.0, [None] * 20_001]), BadEvents.TOO_MANY),
     ],
 )
 def test_what_is_no_message_has_a_reason(payload: bytes, reason: BadEvents) -> None:

@@ -56,6 +56,9 @@ def test_ranks_come_in_order_and_those_without_events_are_left_out() -> None:
         b'{"0": {"endpoint": "tcp://h:65536"}}',
         b'{"0": {"endpoint": 5}}',
         b'{"0": {"endpoint": "tcp://h:1", "topic": 5}}',
+        b'{"0": {"endpoint": "tcp://h:1", "topic": "\\ud800"}}',
+        b'{"0": {"endpoint": "ipc:///run/\\ud800"}}',
+        b'{"0": {"endpoint": "tcp://h:1", "replay_endpoint": "ipc://a\\u0000b"}}',
         b'{"0": {"endpoint": "tcp://h:1", "replay_endpoint": "udp://h:1"}}',
     ],
 )

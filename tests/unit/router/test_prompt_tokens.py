@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tokens(folder: Path) -> Iterator[PromptTokens]:
-    made = PromptTokens(b"secret", itertools.count().__next__, PromptLimits(max_text_bytes=200_000))
+    made = PromptTokens(b"secret", itertools.count().__next__, PromptLimits(max_text_bytes=200_000, gate_wait_s=30))
     made.set_models({"m": load_folder(folder), "bare": load_folder(write_folder(folder / "bare", byte_level(), None))})
     yield made
     made.close()
@@ -165,6 +166,33 @@ async def test_siblings_of_one_cold_prompt_do_not_all_tokenise_it(tokens: Prompt
     assert len(costs) == 8
     assert costs[-1] > 20_000
     assert costs[-3] < 3_000, "two threads begin; the others find what they did"
+
+
+async def test_who_finds_every_thread_taken_does_not_wait_long(folder: Path) -> None:
+    made = PromptTokens(b"s", itertools.count().__next__, PromptLimits(thread_count=1, gate_wait_s=0.01))
+    made.set_models({"m": load_folder(folder)})
+    release = threading.Event()
+    taken = made._threads.submit(release.wait)  # the only thread has other work
+    first = asyncio.create_task(made.keys(ask(PromptShape.CHAT, messages=[{"role": "user", "content": WORDS * 500}])))
+    await asyncio.sleep(0)
+    other = ask(PromptShape.CHAT, messages=[{"role": "user", "content": "other " + WORDS * 500}])
+    assert await made.keys(other) is Unhashed.BUSY
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await made.keys(other) is Unhashed.BUSY, "a thread is taken as long as it works, whoever waits for it"
+    release.set()
+    taken.result(20)
+    while made._gate.locked():  # noqa: ASYNC110 - a semaphore sets no event
+        await asyncio.sleep(0.01)
+    again = made.keys_now(ask(PromptShape.CHAT, messages=[{"role": "user", "content": WORDS * 500}, USER]))
+    assert isinstance(again, PromptKeys) and again.new_bytes < 1_000, "what it worked out is kept"
+    made.close()
+
+
+def test_many_messages_or_tools_are_not_rendered(tokens: PromptTokens) -> None:
+    for fields in ({"messages": [USER] * 2_001}, {"messages": [USER], "tools": [TOOL] * 2_001}):
+        assert tokens.keys_now(ask(PromptShape.CHAT, **fields)) is Unhashed.TOO_LONG
 
 
 # Put together here, so that no constant of this file, nor pytest's copy of it, has it.

@@ -51,7 +51,8 @@ def test_the_table_names_every_endpoint_and_what_it_lost_by(cli: Cli) -> None:
 def test_json_has_stable_keys_with_units(cli: Cli) -> None:
     code, out, _ = cli.run("--model", "m", "--json")
     record = json.loads(out)
-    keys = "endpoint_id model input_tokens predicted_cached_tokens predicted_ttft_s new_session pull_from candidates"
+    keys = "endpoint_id model input_tokens input_tokens_known predicted_cached_tokens predicted_ttft_s new_session"
+    keys += " pull_from candidates"
     assert code == 0 and set(record) == set(keys.split())
     assert [each["endpoint_id"] for each in record["candidates"]] == ["a", "b", "c"]
 
