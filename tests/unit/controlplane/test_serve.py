@@ -136,7 +136,7 @@ class TestAnswers:
         def broken(target: Target, call: Call) -> None:
             raise TypeError("a defect in explain")
 
-        world.fleet.explain = broken  # type: ignore[method-assign]
+        world.fleet.explain = broken  # type: ignore[method-assign]  # a fault
         with pytest.raises(TypeError, match="a defect in explain"):
             await world.serve(a_call()._replace(explain=True))
         assert len(world.books.opens) == len(world.books.closes) and len(world.fleet.ends) == 1
