@@ -14,11 +14,13 @@ from router.cost import Promise, Work, harm_s, prefill_s
 from router.decision import Row
 from router.site import Site
 
-# What a fetch pushes out costs so many times what a prefill's does. A fetched prefix is a second copy of what another
-# engine holds, and what goes for it was somebody's only one: all of it, not a quarter (`kv_reuse_ratio`), comes back,
-# at twice the linear rate for attention's growth over a long context. With less, an overloaded fleet spends its caches
-# on copies: agents on 4 x 8 H200 at 14 copies had 80 % in time, with it 92 % (without fetches 93 %, at a quarter more
-# TTFT).
+# A fetched prefix is a second copy of what another engine holds, and what goes for it was somebody's only one. Where
+# engines wait longer than this on average, caches are the scarce thing, and what a fetch pushes out is priced in full:
+# all of it comes back (not `kv_reuse_ratio`, a quarter), at twice the linear rate for attention's growth over a long
+# context. Otherwise an overloaded fleet spends its caches on copies: agents on 4 x 8 H200 had 82 % in time at 14 copies,
+# and have 89 % so (mooncake 87 %); below overload the price only keeps fetches away that pay (at 10 copies TTFT 434 ms
+# without it, 477 ms with it always, 457 ms so).
+_OVERLOAD_S = 2.0
 _EVICTION_TIMES = 8.0
 
 
@@ -31,6 +33,8 @@ def offer_pulls(group: Sequence[Site], rows: list[Row], work: Work, promise: Pro
     found: dict[int, Site] = {}
     if source is None or source.pull_s_per_token is None:
         return found
+    queues_s = [row[3][0] for row in rows if row[1] is None]
+    times = _EVICTION_TIMES if sum(queues_s) > _OVERLOAD_S * len(queues_s) else 1.0
     for index, site in enumerate(group):
         endpoint, unfit, cached, terms, total_s = rows[index]
         if unfit is not None or cached >= most or site.pull_s_per_token is None:
@@ -42,7 +46,7 @@ def offer_pulls(group: Sequence[Site], rows: list[Row], work: Work, promise: Pro
         step_s = site.speed.decode_s_per_token + others * site.speed.decode_s_per_running
         slowdown_s = others * harm_s(promise, step_s, own_s, work.answer_tokens)
         queue_s, _, decode_s, hop_s, _, _, evicted_s, _, spread_s = terms
-        evicted_s *= _EVICTION_TIMES
+        evicted_s *= times
         work_s = promise.work_ratio * own_s
         made = (queue_s, own_s, decode_s, hop_s, slowdown_s, work_s, evicted_s, fetch_s, spread_s)
         if sum(made) < total_s:
