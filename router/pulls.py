@@ -17,9 +17,9 @@ from router.site import Site
 # A fetched prefix is a second copy of what another engine holds, and what goes for it was somebody's only one. Where
 # engines wait longer than this on average, caches are the scarce thing, and what a fetch pushes out is priced in full:
 # all of it comes back (not `kv_reuse_ratio`, a quarter), at twice the linear rate for attention's growth over a long
-# context. Otherwise an overloaded fleet spends its caches on copies: agents on 4 x 8 H200 had 82 % in time at 14 copies,
-# and have 89 % so (mooncake 87 %); below overload the price only keeps fetches away that pay (at 10 copies TTFT 434 ms
-# without it, 477 ms with it always, 457 ms so).
+# context. Otherwise an overloaded fleet spends its caches on copies: agents on 4 x 8 H200 had 82 % in time at 14
+# copies, and have 89 % so (mooncake 87 %). Below overload that price only keeps fetches away that pay (at 10 copies
+# TTFT 434 ms without it, 477 ms with it always, 457 ms so).
 _OVERLOAD_S = 2.0
 _EVICTION_TIMES = 8.0
 
