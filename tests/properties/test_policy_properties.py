@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import perfmodel.simulation.run
 from perfmodel.adapters.compiled_code import remember_compiled_code
+from perfmodel.simulation.fleet import LowerTier
 from perfmodel.simulation.policy import Ask, EngineSample, KvTier, PolicyFleet, Usage
 from perfmodel.step_time import StepTable
 from perfmodel.traces.trace import Trace, trace_of
@@ -143,7 +144,7 @@ def run(simulation: ModuleType, played: Trace, factory: Factory) -> Recorder:
 
     spec = simulation.EngineSpec(
         "p", TABLE, 40 * WIDTH, 1.0, count=3, max_batched_tokens=16, max_sequence_count=4,
-        tier=simulation.LowerTier(20 * WIDTH, 400.0),
+        tier=LowerTier(20 * WIDTH, 400.0),
     )  # fmt: skip
     simulation.simulate([spec], simulation.OpenLoop([played]), recorded)
     return made[0]

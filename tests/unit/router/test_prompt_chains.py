@@ -202,13 +202,14 @@ def holders(canary: str, run: list[int]) -> list[str]:
     for holder in gc.get_objects():
         if holder is run:
             continue
-        if type(holder) is list and run[0] in holder:
+        if type(holder) is list and holder and type(holder[0]) is int and run[0] in holder:
             places = (n for n, each in enumerate(holder) if each == run[0])
             found += ["list of ids" for n in places if holder[n : n + len(run)] == run][:1]
         for member in gc.get_referents(holder):
-            if isinstance(member, str):
+            kind = type(member)  # not isinstance: a weak proxy of an object that is gone would raise
+            if issubclass(kind, str):
                 held = canary in member and member != canary
-            elif isinstance(member, bytes | bytearray | array):
+            elif issubclass(kind, bytes | bytearray | array):
                 held = any(needle in bytes(member) and member is not needle for needle in needles)
             else:
                 continue
