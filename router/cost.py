@@ -32,10 +32,6 @@ from router.endpoints import Ending, EngineSpeed, Finish, Ticket
 TERMS = ("queue", "prefill", "decode", "hop", "slowdown", "work", "eviction", "fetch", "spread")
 """The order of `Candidate.terms_s`."""
 
-# Tokens of prefill in one mixed step: vLLM's default max_num_batched_tokens for online serving on smaller GPUs. It
-# only sets how many decode steps a prefill drags along (2,048 tokens at 10,000 tokens/s: one per 0.2 s).
-CHUNK_TOKENS = 2048
-
 # What was prefilled says what may come, and one long prefill that is over says little: steps are taken as stretched to
 # 1 / (1 - 0.7) = 3.3 times at most, and no more than a second of it is charged. Without these bounds a session's next
 # step would leave the engine that has just prefilled its prompt.
@@ -70,7 +66,7 @@ class Work(NamedTuple):
 
     input_tokens: int
     output_tokens: int
-    answer_tokens: float = 256.0
+    answer_tokens: float
     """The model's mean answer, whatever this request allows."""
 
 

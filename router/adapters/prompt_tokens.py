@@ -135,15 +135,13 @@ class PromptTokens:
             # Also when nobody waits any more: the thread was taken all the same, and the next step can go on from it.
             self._gate.release()
             if not done.cancelled() and done.exception() is None:
-                self.chains.keep(again)
+                self._kept(prompt, again, done.result())
 
         running.add_done_callback(ended)
         try:
-            found = await asyncio.shield(running)
+            return await asyncio.shield(running)
         except Exception:  # the library raises plain Exception
             return self._counted(prompt, Unhashed.TOKENIZER_FAILED)
-        self.counts[prompt.shape, found.reason] += 1
-        return found
 
     def keys_of_ids(self, prompt: Prompt, ids: Sequence[int] | Unhashed) -> PromptKeys | Unhashed:
         """The keys of token ids that an engine gave for a prompt, or why it gave none."""
